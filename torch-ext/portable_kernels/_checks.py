@@ -1,0 +1,46 @@
+"""Input checks, with one message format: `{op}: {arg} must {rule}, got {value}`."""
+
+import torch
+
+FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+
+
+def tensors(op, x, **others):
+    """Refuse what is no strided tensor of a supported dtype, or lies on another device than `x`. None is skipped."""
+    _tensor(op, "x", x)
+    for name, t in others.items():
+        if t is not None:
+            _tensor(op, name, t)
+            if t.device != x.device:
+                raise ValueError(f"{op}: {name} must be on {x.device} as x is, got {t.device}")
+
+
+def _tensor(op, name, t):
+    if not isinstance(t, torch.Tensor):
+        raise TypeError(f"{op}: {name} must be a tensor, got {type(t).__name__}")
+    if t.dtype not in FLOATS:
+        allowed = " | ".join(str(d).replace("torch.", "") for d in FLOATS)
+        raise TypeError(f"{op}: {name} must have dtype {allowed}, got {str(t.dtype).replace('torch.', '')}")
+    if t.layout is not torch.strided:
+        raise TypeError(f"{op}: {name} must be a strided tensor, got layout {t.layout}")
+
+
+def shape(op, name, t, expected):
+    """Refuse a tensor of another shape. None is skipped."""
+    if t is not None and t.shape != tuple(expected):
+        raise ValueError(f"{op}: {name} must have shape {tuple(expected)}, got {tuple(t.shape)}")
+
+
+def choice(op, name, value, allowed):
+    if value not in allowed:
+        raise ValueError(f"{op}: {name} must be one of {', '.join(map(repr, allowed))}, got {value!r}")
+
+
+def number(op, name, value, low=None, optional=False):
+    """Refuse what is no real number, or not above `low`."""
+    if value is None and optional:
+        return
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f"{op}: {name} must be a number{' or None' if optional else ''}, got {type(value).__name__}")
+    if low is not None and not value >= low:
+        raise ValueError(f"{op}: {name} must be at least {low}, got {value}")

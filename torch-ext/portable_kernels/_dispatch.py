@@ -1,0 +1,147 @@
+"""How an op is called: launched directly in plain eager, through its registered op everywhere else.
+
+A registered op costs tens of microseconds a call that a plain launch does not; a plain launch is invisible to
+compilers, tracers, modes and transforms. `differentiable` gives an op both, with one derivative for the two.
+"""
+
+import torch
+
+from ._device import runs_kernels
+
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+
+def use_kernel(x):
+    """True where `x` goes through the Triton kernels, False where it goes through PyTorch."""
+    return runs_kernels(x.device)
+
+
+def _probe(find, missing):
+    """A torch internal, or a stand-in that returns `missing`: what makes every call take the registered op."""
+    try:
+        return find()
+    except AttributeError:
+        return lambda: missing
+
+
+_dispatch_modes = _probe(lambda: torch._C._len_torch_dispatch_stack, 1)
+_transforms = _probe(lambda: torch._C._are_functorch_transforms_active, True)
+_jit_tracing = _probe(lambda: torch._C._get_tracing_state, True)
+
+
+def _forward_ad():
+    return torch.autograd.forward_ad._current_level >= 0
+
+
+def _is_plain(args):
+    if _dispatch_modes() or _transforms() or _jit_tracing():
+        return False
+    for t in args:
+        if isinstance(t, torch.Tensor) and (type(t) not in _PLAIN or t.is_neg() or t.is_conj()):
+            return False
+    return True
+
+
+def differentiable(op, reference, setup_context=None, backward=None, *, pointwise=False, rowwise=None):
+    """A function that calls `op`, with the same derivative on every way to it.
+
+    Args:
+        op: the CustomOpDef whose body launches kernels; its first argument is a tensor.
+        reference: the same arguments to the same results in differentiable PyTorch; what the op computes where there
+            are no kernels.
+        setup_context, backward: as of torch.autograd.Function; left out, the derivative is that of the reference.
+        pointwise: results keep dense strides, as a pointwise torch op; else they are contiguous.
+        rowwise: given op's arguments, the positions of those tensors whose leading dimensions are independent rows.
+            Under vmap one launch serves the batch when it is these that are batched; else the batch is looped over.
+    Returns:
+        A function of op's arguments, passed by position.
+    """
+    body = getattr(op, "_init_fn", op)
+    if setup_context is None:
+        setup_context, backward = _second_order(reference)
+    op.register_autograd(backward, setup_context=setup_context)
+    op.register_vmap(_vmap_rule(op, rowwise))
+
+    def direct(*args):
+        if use_kernel(args[0]):
+            return body(*args)
+        results = reference(*args)
+        if pointwise:
+            return results
+        return tuple(t.contiguous() for t in results) if isinstance(results, tuple) else results.contiguous()
+
+    op.register_kernel("cpu")(direct)
+
+    def forward(*args):
+        return direct(*args) if _is_plain(args) else op(*args)
+
+    function = type(
+        body.__name__,
+        (torch.autograd.Function,),
+        {
+            "generate_vmap_rule": True,
+            "forward": staticmethod(forward),
+            "setup_context": staticmethod(setup_context),
+            "backward": staticmethod(backward),
+        },
+    )
+
+    def call(*args):
+        if torch.compiler.is_compiling():
+            return op(*args)
+        if _transforms() or _forward_ad() or _wants_grad(args):
+            return function.apply(*args)
+        return forward(*args)
+
+    return call
+
+
+def _wants_grad(args):
+    if torch.is_grad_enabled():
+        for t in args:
+            if isinstance(t, torch.Tensor) and t.requires_grad:
+                return True
+    return False
+
+
+def _second_order(reference):
+    """setup_context and backward of an op, by differentiating its PyTorch formula."""
+
+    def setup_context(ctx, inputs, output):
+        ctx.save_for_backward(*(a for a in inputs if isinstance(a, torch.Tensor)))
+        ctx.rest = [None if isinstance(a, torch.Tensor) else (a,) for a in inputs]
+
+    def backward(ctx, *grads):
+        saved = ctx.saved_tensors
+        wanted = [i for i, t in enumerate(t for t, r in zip(ctx.needs_input_grad, ctx.rest) if r is None) if t]
+
+        def of_wanted(*tensors):
+            full = list(saved)
+            for i, t in zip(wanted, tensors):
+                full[i] = t
+            full = iter(full)
+            return reference(*(next(full) if r is None else r[0] for r in ctx.rest))
+
+        results, vjp = torch.func.vjp(of_wanted, *(saved[i] for i in wanted))
+        given = iter(vjp(grads if isinstance(results, tuple) else grads[0]))
+        needed = iter(ctx.needs_input_grad)
+        return tuple(next(given) if next(needed) else None for r in ctx.rest)
+
+    return setup_context, backward
+
+
+def _vmap_rule(op, rowwise):
+    def rule(info, in_dims, *args):
+        batched = [i for i, d in enumerate(in_dims) if d is not None and isinstance(args[i], torch.Tensor)]
+        if rowwise is not None and batched == rowwise(*args):
+            out = op(*(a.movedim(d, 0) if i in batched else a for i, (a, d) in enumerate(zip(args, in_dims))))
+            return out, tuple(0 for _ in out) if isinstance(out, tuple) else 0
+        outs = [
+            op(*(a.select(d, n) if i in batched else a for i, (a, d) in enumerate(zip(args, in_dims))))
+            for n in range(info.batch_size)
+        ]
+        if isinstance(outs[0], tuple):
+            return tuple(torch.stack(o) for o in zip(*outs)), tuple(0 for _ in outs[0])
+        return torch.stack(outs), 0
+
+    return rule

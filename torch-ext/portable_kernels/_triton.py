@@ -1,0 +1,53 @@
+"""Triton where it is installed, and a stand-in where it is not, so that the package imports anywhere.
+
+Every other file takes `triton` and `tl` from here. `INTERPRET` says whether `@triton.jit` functions run in
+Triton's interpreter (TRITON_INTERPRET=1), which Triton decides when a function is decorated.
+"""
+
+import torch
+
+
+class _Absent:
+    """Answers to any attribute, and leaves a decorated function as it is."""
+
+    def __getattr__(self, name):
+        return self
+
+    def __call__(self, *args, **kwargs):
+        return args[0] if args and callable(args[0]) else self
+
+
+try:
+    import triton
+    import triton.language as tl
+
+    ABSENT = None
+    VERSION = triton.__version__
+    INTERPRET = bool(triton.knobs.runtime.interpret)
+except Exception as error:  # a broken installation must not take the CPU path down with it: report() names the error
+    triton = tl = _Absent()
+    ABSENT = f"{type(error).__name__}: {error}"
+    VERSION = None
+    INTERPRET = False
+
+
+def triton_dtype(dtype):
+    """Triton's name for a torch dtype."""
+    return getattr(tl, str(dtype)[len("torch.") :])
+
+
+def scalar(value, dtype):
+    """`value` as a launch argument for a kernel that computes in `dtype`.
+
+    Triton passes a Python float as float32, so float64 kernels take it as a compile-time constant.
+    """
+    return tl.constexpr(value) if dtype == torch.float64 and not INTERPRET else value
+
+
+def next_power_of_2(n):
+    """The smallest power of two that is at least n, and at least 1."""
+    return 1 << max(n - 1, 0).bit_length()
+
+
+def cdiv(a, b):
+    return -(-a // b)

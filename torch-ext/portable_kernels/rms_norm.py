@@ -1,0 +1,529 @@
+"""Root-mean-square norm over trailing dimensions, alone or fused with a residual addition.
+
+    y = x * rsqrt(mean(x^2) + eps) * (weight + offset) + bias
+
+Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019. Rows of any width; weight and bias gradients are
+summed in a fixed order.
+"""
+
+from typing import Optional
+
+import torch
+from torch import Tensor
+
+from . import _checks
+from ._device import facts, launch
+from ._dispatch import differentiable, use_kernel
+from ._ops import add_op_namespace_prefix
+from ._rows import Plan, at, compute_dtype, plan_forward, row_index, rows, sum_leading
+from ._triton import cdiv, next_power_of_2, scalar, tl, triton, triton_dtype
+
+SECOND_ORDER = "reference"
+
+_BEFORE_WEIGHT = {"before_weight": True, "llama": True, "after_weight": False, "gemma": False}
+
+
+def rms_norm_reference(x, weight=None, eps=1e-6, *, bias=None, offset=0.0, casting="after_weight"):
+    """What `rms_norm` computes, in plain PyTorch."""
+    return _reference(x, weight, bias, eps, offset, _BEFORE_WEIGHT[casting], x.dtype)
+
+
+def add_rms_norm_reference(
+    x, residual, weight=None, eps=1e-6, *, bias=None, offset=0.0, casting="after_weight", residual_dtype=None
+):
+    """What `add_rms_norm` computes, in plain PyTorch."""
+    total = _total(x, residual, residual_dtype)
+    return _reference(total, weight, bias, eps, offset, _BEFORE_WEIGHT[casting], x.dtype), total
+
+
+def _reference(x, weight, bias, eps, offset, before_weight, dtype):
+    compute = compute_dtype(x, weight, bias)
+    h = x.to(compute)
+    dims = tuple(range(-_ndim(weight), 0))
+    eps = torch.finfo(compute).eps if eps is None else eps
+    y = h * torch.rsqrt(h.square().mean(dims, keepdim=True) + eps)
+    out_dtype = _out_dtype(dtype, weight, bias, before_weight)
+    if before_weight:
+        y = y.to(dtype).to(compute)
+    if weight is not None:
+        y = y * (weight.to(compute) + offset)
+    if before_weight:
+        y = y.to(out_dtype).to(compute)
+    if bias is not None:
+        y = y + bias
+    return y.to(out_dtype)
+
+
+def _total(x, residual, dtype):
+    return (x.to(compute_dtype(x, residual)) + residual).to(dtype or torch.promote_types(x.dtype, residual.dtype))
+
+
+def _ndim(weight):
+    return 1 if weight is None else weight.dim()
+
+
+def _out_dtype(dtype, weight, bias, before_weight):
+    """x's dtype, or what it is promoted to where the product with the weight comes after the rounding."""
+    for t in (weight, bias):
+        if before_weight and t is not None:
+            dtype = torch.promote_types(dtype, t.dtype)
+    return dtype
+
+
+def _plan_backward(N, max_warps):
+    BLOCK_N = next_power_of_2(N)
+    if BLOCK_N <= 8192:  # 8192 elements a tile: 0.93 of a copy at N = 1024, 4096 and 8192, H200 bf16
+        return Plan(8192 // max(BLOCK_N, 1024), BLOCK_N, True, 4 if BLOCK_N <= 1024 else 8)
+    return Plan(1, 4096, False, min(8, max_warps))  # wider rows are looped over: untuned
+
+
+@triton.jit
+def _load(x_ptr, x_strides, r_ptr, r_strides, s_ptr, a, b, offs_m, offs_n, mask, COMPUTE: tl.constexpr):
+    """The row to normalise: x, or x + residual as rounded in the sum that is returned."""
+    x = tl.load(at(x_ptr, x_strides, a, b, offs_m, offs_n), mask=mask, other=0.0).to(COMPUTE)
+    if r_ptr is not None:
+        x += tl.load(at(r_ptr, r_strides, a, b, offs_m, offs_n), mask=mask, other=0.0).to(COMPUTE)
+        x = x.to(s_ptr.dtype.element_ty).to(COMPUTE)
+    return x
+
+
+@triton.jit
+def _scale(w_ptr, offs_n, mask_n, offset, COMPUTE: tl.constexpr):
+    """weight + offset, (1, BLOCK_N)."""
+    if w_ptr is not None:
+        return (tl.load(w_ptr + offs_n, mask=mask_n, other=0.0).to(COMPUTE) + offset)[None, :]
+    else:
+        return tl.full((1, 1), 1.0, COMPUTE)
+
+
+@triton.jit
+def _store_normed(
+    x, rstd, w_ptr, b_ptr, y_ptr, s_ptr, x_ptr, out_m, N, offs_n, mask, offset,
+    BEFORE_WEIGHT: tl.constexpr, COMPUTE: tl.constexpr,
+):  # fmt: skip
+    out = out_m[:, None] * N + offs_n[None, :]
+    mask_n = offs_n < N
+    y = x * rstd[:, None]
+    if BEFORE_WEIGHT:
+        y = y.to(x_ptr.dtype.element_ty).to(COMPUTE)
+    y = y * _scale(w_ptr, offs_n, mask_n, offset, COMPUTE)
+    if BEFORE_WEIGHT:
+        y = y.to(y_ptr.dtype.element_ty).to(COMPUTE)
+    if b_ptr is not None:
+        y += tl.load(b_ptr + offs_n, mask=mask_n, other=0.0).to(COMPUTE)[None, :]
+    tl.store(y_ptr + out, y.to(y_ptr.dtype.element_ty), mask=mask)
+    if s_ptr is not None:
+        tl.store(s_ptr + out, x.to(s_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=["B", "M"])
+def _rms_norm_fwd_kernel(
+    x_ptr, r_ptr, w_ptr, b_ptr, y_ptr, s_ptr, rstd_ptr, B, M, N, x_strides, r_strides, eps, offset,
+    BEFORE_WEIGHT: tl.constexpr, COMPUTE: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ONE_PASS: tl.constexpr,
+):  # fmt: skip
+    a, b, offs_m = row_index(tl.program_id(0), B, M, BLOCK_M)
+    mask_m = offs_m < M
+    out_m = (a * B + b) * M + offs_m
+    offs_n = tl.arange(0, BLOCK_N)
+    if ONE_PASS:
+        mask = mask_m[:, None] & (offs_n < N)[None, :]
+        x = _load(x_ptr, x_strides, r_ptr, r_strides, s_ptr, a, b, offs_m, offs_n, mask, COMPUTE)
+        total = tl.sum(x * x, axis=1)
+    else:
+        squares = tl.zeros((BLOCK_M, BLOCK_N), COMPUTE)
+        for start in range(0, N, BLOCK_N):
+            mask = mask_m[:, None] & (start + offs_n < N)[None, :]
+            x = _load(x_ptr, x_strides, r_ptr, r_strides, s_ptr, a, b, offs_m, start + offs_n, mask, COMPUTE)
+            squares += x * x
+        total = tl.sum(squares, axis=1)
+    rstd = tl.rsqrt(total / N + eps)
+    tl.store(rstd_ptr + out_m, rstd, mask=mask_m)
+    if ONE_PASS:
+        _store_normed(
+            x, rstd, w_ptr, b_ptr, y_ptr, s_ptr, x_ptr, out_m, N, offs_n, mask, offset, BEFORE_WEIGHT, COMPUTE
+        )
+    else:
+        for start in range(0, N, BLOCK_N):
+            cols = start + offs_n
+            mask = mask_m[:, None] & (cols < N)[None, :]
+            x = _load(x_ptr, x_strides, r_ptr, r_strides, s_ptr, a, b, offs_m, cols, mask, COMPUTE)
+            _store_normed(
+                x, rstd, w_ptr, b_ptr, y_ptr, s_ptr, x_ptr, out_m, N, cols, mask, offset, BEFORE_WEIGHT, COMPUTE
+            )
+
+
+@triton.jit
+def _load_pair(dy_ptr, dy_strides, x_ptr, x_strides, a, b, offs_m, offs_n, mask, COMPUTE: tl.constexpr):
+    dy = tl.load(at(dy_ptr, dy_strides, a, b, offs_m, offs_n), mask=mask, other=0.0).to(COMPUTE)
+    x = tl.load(at(x_ptr, x_strides, a, b, offs_m, offs_n), mask=mask, other=0.0).to(COMPUTE)
+    return dy, x
+
+
+@triton.jit
+def _store_dx(
+    g, xhat, projection, rstd, ds_ptr, ds_strides, dx_ptr, a, b, offs_m, out_m, N, offs_n, mask, COMPUTE: tl.constexpr
+):
+    dx = (g - xhat * projection[:, None]) * rstd[:, None]
+    if ds_ptr is not None:
+        dx += tl.load(at(ds_ptr, ds_strides, a, b, offs_m, offs_n), mask=mask, other=0.0).to(COMPUTE)
+    tl.store(dx_ptr + out_m[:, None] * N + offs_n[None, :], dx.to(dx_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=["B", "M", "n_tiles"])
+def _rms_norm_bwd_kernel(
+    dy_ptr, x_ptr, w_ptr, rstd_ptr, ds_ptr, dx_ptr, dw_ptr, db_ptr, B, M, N, n_tiles,
+    dy_strides, x_strides, ds_strides, offset,
+    COMPUTE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ONE_PASS: tl.constexpr,
+):  # fmt: skip
+    """Each program walks row tiles; with ONE_PASS it keeps its share of the weight and bias gradients in registers."""
+    pid = tl.program_id(0)
+    offs_n = tl.arange(0, BLOCK_N)
+    if ONE_PASS:
+        scale = _scale(w_ptr, offs_n, offs_n < N, offset, COMPUTE)
+        dw = tl.zeros((BLOCK_N,), COMPUTE)
+        db = tl.zeros((BLOCK_N,), COMPUTE)
+    for tile in range(pid, n_tiles, tl.num_programs(0)):
+        a, b, offs_m = row_index(tile, B, M, BLOCK_M)
+        mask_m = offs_m < M
+        out_m = (a * B + b) * M + offs_m
+        rstd = tl.load(rstd_ptr + out_m, mask=mask_m, other=0.0)
+        if ONE_PASS:
+            mask = mask_m[:, None] & (offs_n < N)[None, :]
+            dy, x = _load_pair(dy_ptr, dy_strides, x_ptr, x_strides, a, b, offs_m, offs_n, mask, COMPUTE)
+            xhat = x * rstd[:, None]
+            g = dy * scale
+            projection = tl.sum(g * xhat, axis=1) / N
+            _store_dx(
+                g, xhat, projection, rstd, ds_ptr, ds_strides, dx_ptr, a, b, offs_m, out_m, N, offs_n, mask, COMPUTE
+            )
+            if dw_ptr is not None:
+                dw += tl.sum(dy * xhat, axis=0)
+            if db_ptr is not None:
+                db += tl.sum(dy, axis=0)
+        else:
+            products = tl.zeros((BLOCK_M, BLOCK_N), COMPUTE)
+            for start in range(0, N, BLOCK_N):
+                cols = start + offs_n
+                mask = mask_m[:, None] & (cols < N)[None, :]
+                dy, x = _load_pair(dy_ptr, dy_strides, x_ptr, x_strides, a, b, offs_m, cols, mask, COMPUTE)
+                products += dy * _scale(w_ptr, cols, cols < N, offset, COMPUTE) * x
+            projection = tl.sum(products, axis=1) * rstd / N
+            for start in range(0, N, BLOCK_N):
+                cols = start + offs_n
+                mask = mask_m[:, None] & (cols < N)[None, :]
+                dy, x = _load_pair(dy_ptr, dy_strides, x_ptr, x_strides, a, b, offs_m, cols, mask, COMPUTE)
+                g = dy * _scale(w_ptr, cols, cols < N, offset, COMPUTE)
+                xhat = x * rstd[:, None]
+                _store_dx(
+                    g, xhat, projection, rstd, ds_ptr, ds_strides, dx_ptr, a, b, offs_m, out_m, N, cols, mask, COMPUTE
+                )
+    if ONE_PASS:
+        part = tl.cast(pid, tl.int64) * N + offs_n
+        if dw_ptr is not None:
+            tl.store(dw_ptr + part, dw, mask=offs_n < N)
+        if db_ptr is not None:
+            tl.store(db_ptr + part, db, mask=offs_n < N)
+
+
+@triton.jit(do_not_specialize=["B", "M", "n_tiles"])
+def _rms_norm_bwd_kernel_columns(
+    dy_ptr, x_ptr, rstd_ptr, dw_ptr, db_ptr, B, M, N, n_tiles, dy_strides, x_strides,
+    COMPUTE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Weight and bias gradients of wide rows: a program owns BLOCK_N columns of every num_programs(1)-th row tile."""
+    pid_n = tl.program_id(0)
+    pid_m = tl.program_id(1)
+    offs_n = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
+    dw = tl.zeros((BLOCK_N,), COMPUTE)
+    db = tl.zeros((BLOCK_N,), COMPUTE)
+    for tile in range(pid_m, n_tiles, tl.num_programs(1)):
+        a, b, offs_m = row_index(tile, B, M, BLOCK_M)
+        mask_m = offs_m < M
+        mask = mask_m[:, None] & (offs_n < N)[None, :]
+        dy, x = _load_pair(dy_ptr, dy_strides, x_ptr, x_strides, a, b, offs_m, offs_n, mask, COMPUTE)
+        rstd = tl.load(rstd_ptr + (a * B + b) * M + offs_m, mask=mask_m, other=0.0)
+        dw += tl.sum(dy * x * rstd[:, None], axis=0)
+        db += tl.sum(dy, axis=0)
+    part = tl.cast(pid_m, tl.int64) * N + offs_n
+    if dw_ptr is not None:
+        tl.store(dw_ptr + part, dw, mask=offs_n < N)
+    if db_ptr is not None:
+        tl.store(db_ptr + part, db, mask=offs_n < N)
+
+
+def _forward(x, residual, weight, bias, eps, offset, before_weight, total_dtype):
+    """(y, total or None, rstd)."""
+    n = _ndim(weight)
+    compute = compute_dtype(x, residual, weight, bias)
+    eps = torch.finfo(compute).eps if eps is None else eps
+    y = torch.empty(x.shape, dtype=_out_dtype(x.dtype, weight, bias, before_weight), device=x.device)
+    total = None if residual is None else torch.empty(x.shape, dtype=total_dtype, device=x.device)
+    rstd = torch.empty(x.shape[: x.dim() - n], dtype=compute, device=x.device)
+    if x.numel():
+        operands = (x,) if residual is None else (x, residual)
+        layout, (x, *r) = rows(*(t.flatten(-n) for t in operands))
+        plan = plan_forward(layout.N, facts(x.device).max_warps)
+        launch(
+            _rms_norm_fwd_kernel,
+            (layout.blocks(plan.BLOCK_M),),
+            x.device,
+            (x, r[0] if r else None, _flat(weight), _flat(bias), y, total, rstd, layout.B, layout.M, layout.N,
+             layout.strides[0], layout.strides[-1], scalar(eps, compute), scalar(offset, compute)),
+            BEFORE_WEIGHT=before_weight, COMPUTE=triton_dtype(compute), **plan._asdict(),
+        )  # fmt: skip
+    elif rstd.numel():
+        rstd.fill_(eps**-0.5)
+    return y, total, rstd
+
+
+def _flat(weight):
+    return weight if weight is None or weight.is_contiguous() else weight.contiguous()  # N elements, once
+
+
+@torch.library.custom_op(add_op_namespace_prefix("rms_norm_fwd"), mutates_args=())
+def rms_norm_fwd(
+    x: Tensor, weight: Optional[Tensor], bias: Optional[Tensor], eps: Optional[float], offset: float,
+    before_weight: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    y, _, rstd = _forward(x, None, weight, bias, eps, offset, before_weight, None)
+    return y, rstd
+
+
+@rms_norm_fwd.register_fake
+def _(x, weight, bias, eps, offset, before_weight):
+    y = x.new_empty(x.shape, dtype=_out_dtype(x.dtype, weight, bias, before_weight))
+    return y, x.new_empty(x.shape[: x.dim() - _ndim(weight)], dtype=compute_dtype(x, weight, bias))
+
+
+@torch.library.custom_op(add_op_namespace_prefix("add_rms_norm_fwd"), mutates_args=())
+def add_rms_norm_fwd(
+    x: Tensor, residual: Tensor, weight: Optional[Tensor], bias: Optional[Tensor], eps: Optional[float],
+    offset: float, before_weight: bool, total_dtype: torch.dtype,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    return _forward(x, residual, weight, bias, eps, offset, before_weight, total_dtype)
+
+
+@add_rms_norm_fwd.register_fake
+def _(x, residual, weight, bias, eps, offset, before_weight, total_dtype):
+    y = x.new_empty(x.shape, dtype=_out_dtype(x.dtype, weight, bias, before_weight))
+    rstd = x.new_empty(x.shape[: x.dim() - _ndim(weight)], dtype=compute_dtype(x, residual, weight, bias))
+    return y, x.new_empty(x.shape, dtype=total_dtype), rstd
+
+
+def _fwd_reference(x, weight, bias, eps, offset, before_weight):
+    return _reference(x, weight, bias, eps, offset, before_weight, x.dtype), _rstd(x, weight, bias, eps)
+
+
+def _add_fwd_reference(x, residual, weight, bias, eps, offset, before_weight, total_dtype):
+    total = _total(x, residual, total_dtype)
+    return _reference(total, weight, bias, eps, offset, before_weight, x.dtype), total, _rstd(total, weight, bias, eps)
+
+
+def _rstd(x, weight, bias, eps):
+    compute = compute_dtype(x, weight, bias)
+    mean_square = x.to(compute).square().mean(tuple(range(-_ndim(weight), 0)))
+    return torch.rsqrt(mean_square + (torch.finfo(compute).eps if eps is None else eps))
+
+
+@torch.library.custom_op(add_op_namespace_prefix("rms_norm_bwd"), mutates_args=())
+def rms_norm_bwd(
+    dy: Tensor, ds: Optional[Tensor], x: Tensor, weight: Optional[Tensor], bias: Optional[Tensor], rstd: Tensor,
+    eps: Optional[float], offset: float, before_weight: bool, dtype: torch.dtype, need_dw: bool, need_db: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Gradients of x (or of x + residual, then with ds added), weight and bias. One not needed is empty."""
+    n = _ndim(weight)
+    dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    operands = (dy, x) if ds is None else (dy, x, ds)
+    dw = db = None
+    if x.numel():
+        layout, (dy, x, *extra) = rows(*(t.flatten(-n) for t in operands))
+        ds = extra[0] if extra else None
+        device = facts(x.device)
+        plan = _plan_backward(layout.N, device.max_warps)
+        n_tiles = layout.blocks(plan.BLOCK_M)
+        programs = min(n_tiles, 2 * device.multiprocessors)
+        parts = programs if plan.ONE_PASS else min(cdiv(n_tiles, 64), 8)
+        dw = rstd.new_empty((parts, layout.N)) if need_dw else None
+        db = rstd.new_empty((parts, layout.N)) if need_db else None
+        fused = plan.ONE_PASS
+        sizes = (layout.B, layout.M, layout.N, n_tiles)
+        compute = triton_dtype(rstd.dtype)
+        launch(
+            _rms_norm_bwd_kernel,
+            (programs,),
+            x.device,
+            (dy, x, _flat(weight), rstd, ds, dx, dw if fused else None, db if fused else None, *sizes,
+             layout.strides[0], layout.strides[1], layout.strides[-1], scalar(offset, rstd.dtype)),
+            COMPUTE=compute, **plan._asdict(),
+        )  # fmt: skip
+        if not fused and (need_dw or need_db):
+            n_tiles = layout.blocks(16)
+            launch(
+                _rms_norm_bwd_kernel_columns,
+                (cdiv(layout.N, 256), parts),
+                x.device,
+                (dy, x, rstd, dw, db, layout.B, layout.M, layout.N, n_tiles, layout.strides[0], layout.strides[1]),
+                COMPUTE=compute, BLOCK_M=16, BLOCK_N=256, num_warps=4,
+            )  # fmt: skip
+    return dx, _summed(dw, weight, need_dw, x), _summed(db, bias, need_db, x)
+
+
+def _summed(parts, param, needed, x):
+    if not needed:
+        return x.new_empty(0)
+    return param.new_zeros(param.shape) if parts is None else parts.sum(0).to(param.dtype).view(param.shape)
+
+
+@rms_norm_bwd.register_fake
+def _(dy, ds, x, weight, bias, rstd, eps, offset, before_weight, dtype, need_dw, need_db):
+    dw = x.new_empty(weight.shape, dtype=weight.dtype) if need_dw else x.new_empty(0)
+    db = x.new_empty(bias.shape, dtype=bias.dtype) if need_db else x.new_empty(0)
+    return x.new_empty(x.shape), dw, db
+
+
+def _bwd_reference(dy, ds, x, weight, bias, rstd, eps, offset, before_weight, dtype, need_dw, need_db):
+    dims = tuple(range(-_ndim(weight), 0))
+    compute = compute_dtype(x, weight, bias)
+    rstd = _rstd(x, weight, bias, eps)[(...,) + (None,) * len(dims)]  # not the argument: it has a derivative
+    dy, xhat = dy.to(compute), x.to(compute) * rstd
+    g = dy if weight is None else dy * (weight.to(compute) + offset)
+    dx = (g - xhat * (g * xhat).mean(dims, keepdim=True)) * rstd
+    dx = (dx if ds is None else dx + ds).to(x.dtype)
+    dw = sum_leading(dy * xhat, len(dims)).to(weight.dtype) if need_dw else x.new_empty(0)
+    db = sum_leading(dy, len(dims)).to(bias.dtype) if need_db else x.new_empty(0)
+    return dx, dw, db
+
+
+def _rows_of_bwd(dy, ds, x, weight, bias, rstd, eps, offset, before_weight, dtype, need_dw, need_db):
+    return None if need_dw or need_db else [0, 2, 5] if ds is None else [0, 1, 2, 5]
+
+
+_rms_norm_bwd = differentiable(rms_norm_bwd, _bwd_reference, rowwise=_rows_of_bwd)
+
+
+def _setup_context(ctx, inputs, output):
+    x, weight, bias, *ctx.params = inputs
+    ctx.save_for_backward(x, weight, bias, output[1])
+    ctx.mark_non_differentiable(output[1])
+
+
+def _backward(ctx, dy, _):
+    x, weight, bias, rstd = ctx.saved_tensors
+    needs = ctx.needs_input_grad
+    dx, dw, db = _rms_norm_bwd(dy, None, x, weight, bias, rstd, *ctx.params, x.dtype, needs[1], needs[2])
+    return dx, dw if needs[1] else None, db if needs[2] else None, None, None, None
+
+
+_rms_norm = differentiable(rms_norm_fwd, _fwd_reference, _setup_context, _backward, rowwise=lambda *_: [0])
+
+
+def _add_setup_context(ctx, inputs, output):
+    x, residual, weight, bias, *params, _ = inputs
+    ctx.params = (*params, x.dtype)
+    ctx.dtypes = x.dtype, residual.dtype
+    _, total, rstd = output
+    ctx.save_for_backward(total, weight, bias, rstd)
+    ctx.mark_non_differentiable(rstd)
+
+
+def _add_backward(ctx, dy, ds, _):
+    total, weight, bias, rstd = ctx.saved_tensors
+    needs = ctx.needs_input_grad
+    dx, dw, db = _rms_norm_bwd(dy, ds, total, weight, bias, rstd, *ctx.params, needs[2], needs[3])
+    dx, dr = (dx.to(dtype) if need else None for need, dtype in zip(needs, ctx.dtypes))
+    return dx, dr, dw if needs[2] else None, db if needs[3] else None, None, None, None, None
+
+
+_add_rms_norm = differentiable(
+    add_rms_norm_fwd, _add_fwd_reference, _add_setup_context, _add_backward, rowwise=lambda *_: [0, 1]
+)
+
+
+def rms_norm(
+    x: Tensor,
+    weight: Optional[Tensor] = None,
+    eps: Optional[float] = 1e-6,
+    *,
+    bias: Optional[Tensor] = None,
+    offset: float = 0.0,
+    casting: str = "after_weight",
+) -> Tensor:
+    """Normalise the trailing dimensions by their root mean square.
+
+    y = x * rsqrt(mean(x^2) + eps) * (weight + offset) + bias
+
+    Args:
+        x: (..., *weight.shape), or (..., N) without a weight; float64 | float32 | float16 | bfloat16, any strides.
+        weight: scale, of any of those dtypes.
+        eps: added inside the square root; None = finfo(compute dtype).eps, as torch.nn.functional.rms_norm.
+        bias: of weight's shape, or (N,) without a weight.
+        offset: added to the weight in the compute dtype (Gemma: 1.0).
+        casting: where the result is rounded. "after_weight" (alias "gemma", and torch's): once, to x's dtype.
+            "before_weight" (alias "llama"): x * rsqrt(...) is rounded to x's dtype, then multiplied by the weight;
+            the result has the dtype that x and weight promote to.
+    Returns:
+        (..., N), contiguous.
+    Raises:
+        TypeError: dtype not listed.   ValueError: weight is not x's trailing shape; unknown casting; negative eps.
+    Numerics: sums and products in float32, in float64 where an argument is float64. Weight and bias gradients are
+        deterministic. Autograd: first and second derivative, vmap; forward mode raises.
+    Source: Zhang and Sennrich 2019.
+    """
+    _check("rms_norm", x, weight, bias, eps, offset, casting)
+    if use_kernel(x):
+        return _rms_norm(x, weight, bias, eps, float(offset), _BEFORE_WEIGHT[casting])[0]
+    if bias is None and offset == 0.0 and not _BEFORE_WEIGHT[casting] and (weight is None or weight.dtype == x.dtype):
+        return torch.nn.functional.rms_norm(x, x.shape[-_ndim(weight) :], weight, eps).contiguous()
+    return rms_norm_reference(x, weight, eps, bias=bias, offset=offset, casting=casting).contiguous()
+
+
+def add_rms_norm(
+    x: Tensor,
+    residual: Tensor,
+    weight: Optional[Tensor] = None,
+    eps: Optional[float] = 1e-6,
+    *,
+    bias: Optional[Tensor] = None,
+    offset: float = 0.0,
+    casting: str = "after_weight",
+    residual_dtype: Optional[torch.dtype] = None,
+) -> tuple[Tensor, Tensor]:
+    """Add a residual and normalise the sum, in one pass over memory.
+
+    s = x + residual, rounded to its dtype;   y = rms_norm(s, weight, eps, ...)
+
+    Args:
+        x, residual: of one shape; the other arguments as in `rms_norm`.
+        residual_dtype: dtype of the sum; None = what x and residual promote to.
+    Returns:
+        (y, s), contiguous. y has the dtype that `rms_norm` gives for x's dtype; neither shares memory with an input.
+    Raises:
+        TypeError, ValueError: as `rms_norm`; residual is not of x's shape.
+    Numerics: y comes from the rounded s, so that it equals the two separate calls. Autograd: as `rms_norm`, with
+        gradients flowing in through both results.
+    """
+    _check("add_rms_norm", x, weight, bias, eps, offset, casting, residual=residual)
+    _checks.shape("add_rms_norm", "residual", residual, x.shape)
+    if residual_dtype is not None and residual_dtype not in _checks.FLOATS:
+        raise TypeError(f"add_rms_norm: residual_dtype must be a floating dtype or None, got {residual_dtype}")
+    if not use_kernel(x):
+        y, total = add_rms_norm_reference(
+            x, residual, weight, eps, bias=bias, offset=offset, casting=casting, residual_dtype=residual_dtype
+        )
+        return y.contiguous(), total.contiguous()
+    total_dtype = residual_dtype or torch.promote_types(x.dtype, residual.dtype)
+    y, total, _ = _add_rms_norm(x, residual, weight, bias, eps, float(offset), _BEFORE_WEIGHT[casting], total_dtype)
+    return y, total
+
+
+def _check(op, x, weight, bias, eps, offset, casting, **others):
+    _checks.tensors(op, x, weight=weight, bias=bias, **others)
+    if not 0 < _ndim(weight) <= x.dim():
+        raise ValueError(f"{op}: weight must have 1 to x.dim() dimensions, got {_ndim(weight)} for x {tuple(x.shape)}")
+    trailing = x.shape[-_ndim(weight) :]
+    _checks.shape(op, "weight", weight, trailing)
+    _checks.shape(op, "bias", bias, trailing)
+    _checks.number(op, "eps", eps, low=0, optional=True)
+    _checks.number(op, "offset", offset)
+    _checks.choice(op, "casting", casting, _BEFORE_WEIGHT)
