@@ -1,0 +1,43 @@
+# `make demo` shows the package at work, `make test` passes its tests; both make their own .venv first.
+
+PYTHON ?= python3
+VENV ?= .venv
+STAMP = $(VENV)/.requirements-dev
+IN_VENV = $(VENV)/bin/python
+
+.PHONY: help demo test lint build gpu-test bench clean
+.DEFAULT_GOAL = help
+
+help: ## List what can be made.
+	@sed -n 's/^\([a-z-]*\):[^#]*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 10
+
+demo: export LOCAL_KERNELS ?= org/portable-kernels=$(CURDIR)/build
+demo: build ## Load the package and hold every op, then a real sentence-embedding model, against PyTorch.
+	$(IN_VENV) examples/quickstart.py
+	$(IN_VENV) examples/minilm.py
+
+test: lint ## Run every test twice on the CPU: PyTorch's path, then the kernels in Triton's interpreter.
+	CUDA_VISIBLE_DEVICES= $(IN_VENV) -m pytest -n 2
+	CUDA_VISIBLE_DEVICES= TRITON_INTERPRET=1 $(IN_VENV) -m pytest -n 2
+
+lint: $(STAMP) ## Check the style with ruff.
+	$(IN_VENV) -m ruff check
+
+build: $(STAMP) ## Make build/torch-<backend>/ for every backend, and check it as kernel-builder would.
+	$(IN_VENV) tools/build_local.py
+
+gpu-test: ## Run every test on the GPU, with the python3 that is there.
+	$(PYTHON) -m pytest
+
+bench: ## Check and time every op against PyTorch, with the python3 that is there.
+	$(PYTHON) tools/build_local.py
+	$(PYTHON) -c "from kernels.cli import main; main()" benchmark .
+
+clean: ## Remove what make has made.
+	rm -rf $(VENV) build .pytest_cache .ruff_cache .hypothesis
+
+$(STAMP): requirements-dev.txt
+	@echo "Installing the development requirements into $(VENV): PyTorch is large, so the first time takes minutes."
+	$(PYTHON) -m venv $(VENV)
+	$(IN_VENV) -m pip install --quiet --requirement requirements-dev.txt
+	@touch $@
