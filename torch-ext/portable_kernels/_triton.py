@@ -31,6 +31,20 @@ except Exception as error:  # a broken installation must not take the CPU path d
     INTERPRET = False
 
 
+_TRUNCATES = tl.constexpr(INTERPRET)  # the interpreter drops the low bits of a float32 that becomes a bfloat16
+
+
+@triton.jit
+def round_to(x, dtype: tl.constexpr):
+    """x in `dtype`, rounded to nearest even."""
+    if _TRUNCATES and dtype == tl.bfloat16:
+        x = x.to(tl.float32)
+        bits = x.to(tl.uint32, bitcast=True)
+        bits = tl.where(x == x, ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16) << 16, bits)
+        x = bits.to(tl.float32, bitcast=True)
+    return x.to(dtype)
+
+
 def triton_dtype(dtype):
     """Triton's name for a torch dtype."""
     return getattr(tl, str(dtype)[len("torch.") :])

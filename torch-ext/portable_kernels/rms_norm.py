@@ -16,7 +16,7 @@ from ._device import facts, launch
 from ._dispatch import differentiable, use_kernel
 from ._ops import add_op_namespace_prefix
 from ._rows import Plan, at, compute_dtype, plan_forward, row_index, rows, sum_leading
-from ._triton import cdiv, next_power_of_2, scalar, tl, triton, triton_dtype
+from ._triton import cdiv, next_power_of_2, round_to, scalar, tl, triton, triton_dtype
 
 SECOND_ORDER = "reference"
 
@@ -25,7 +25,8 @@ _BEFORE_WEIGHT = {"before_weight": True, "llama": True, "after_weight": False, "
 
 def rms_norm_reference(x, weight=None, eps=1e-6, *, bias=None, offset=0.0, casting="after_weight"):
     """What `rms_norm` computes, in plain PyTorch."""
-    return _reference(x, weight, bias, eps, offset, _BEFORE_WEIGHT[casting], x.dtype)
+    compute = compute_dtype(x, weight, bias)
+    return _reference(x, weight, bias, eps, offset, _BEFORE_WEIGHT[casting], x.dtype, compute)
 
 
 def add_rms_norm_reference(
@@ -33,15 +34,12 @@ def add_rms_norm_reference(
 ):
     """What `add_rms_norm` computes, in plain PyTorch."""
     total = _total(x, residual, residual_dtype)
-    return _reference(total, weight, bias, eps, offset, _BEFORE_WEIGHT[casting], x.dtype), total
+    compute = compute_dtype(x, residual, total, weight, bias)
+    return _reference(total, weight, bias, eps, offset, _BEFORE_WEIGHT[casting], x.dtype, compute), total
 
 
-def _reference(x, weight, bias, eps, offset, before_weight, dtype):
-    compute = compute_dtype(x, weight, bias)
-    h = x.to(compute)
-    dims = tuple(range(-_ndim(weight), 0))
-    eps = torch.finfo(compute).eps if eps is None else eps
-    y = h * torch.rsqrt(h.square().mean(dims, keepdim=True) + eps)
+def _reference(x, weight, bias, eps, offset, before_weight, dtype, compute):
+    y = x.to(compute) * _per_row(_rstd(x, _ndim(weight), eps, compute), _ndim(weight))
     out_dtype = _out_dtype(dtype, weight, bias, before_weight)
     if before_weight:
         y = y.to(dtype).to(compute)
@@ -52,6 +50,15 @@ def _reference(x, weight, bias, eps, offset, before_weight, dtype):
     if bias is not None:
         y = y + bias
     return y.to(out_dtype)
+
+
+def _rstd(x, ndim, eps, compute):
+    mean_square = x.to(compute).square().mean(tuple(range(-ndim, 0)))
+    return torch.rsqrt(mean_square + (torch.finfo(compute).eps if eps is None else eps))
+
+
+def _per_row(t, ndim):
+    return t[(...,) + (None,) * ndim]
 
 
 def _total(x, residual, dtype):
@@ -83,7 +90,7 @@ def _load(x_ptr, x_strides, r_ptr, r_strides, s_ptr, a, b, offs_m, offs_n, mask,
     x = tl.load(at(x_ptr, x_strides, a, b, offs_m, offs_n), mask=mask, other=0.0).to(COMPUTE)
     if r_ptr is not None:
         x += tl.load(at(r_ptr, r_strides, a, b, offs_m, offs_n), mask=mask, other=0.0).to(COMPUTE)
-        x = x.to(s_ptr.dtype.element_ty).to(COMPUTE)
+        x = round_to(x, s_ptr.dtype.element_ty).to(COMPUTE)
     return x
 
 
@@ -105,15 +112,15 @@ def _store_normed(
     mask_n = offs_n < N
     y = x * rstd[:, None]
     if BEFORE_WEIGHT:
-        y = y.to(x_ptr.dtype.element_ty).to(COMPUTE)
+        y = round_to(y, x_ptr.dtype.element_ty).to(COMPUTE)
     y = y * _scale(w_ptr, offs_n, mask_n, offset, COMPUTE)
     if BEFORE_WEIGHT:
-        y = y.to(y_ptr.dtype.element_ty).to(COMPUTE)
+        y = round_to(y, y_ptr.dtype.element_ty).to(COMPUTE)
     if b_ptr is not None:
         y += tl.load(b_ptr + offs_n, mask=mask_n, other=0.0).to(COMPUTE)[None, :]
-    tl.store(y_ptr + out, y.to(y_ptr.dtype.element_ty), mask=mask)
+    tl.store(y_ptr + out, round_to(y, y_ptr.dtype.element_ty), mask=mask)
     if s_ptr is not None:
-        tl.store(s_ptr + out, x.to(s_ptr.dtype.element_ty), mask=mask)
+        tl.store(s_ptr + out, round_to(x, s_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit(do_not_specialize=["B", "M"])
@@ -167,7 +174,7 @@ def _store_dx(
     dx = (g - xhat * projection[:, None]) * rstd[:, None]
     if ds_ptr is not None:
         dx += tl.load(at(ds_ptr, ds_strides, a, b, offs_m, offs_n), mask=mask, other=0.0).to(COMPUTE)
-    tl.store(dx_ptr + out_m[:, None] * N + offs_n[None, :], dx.to(dx_ptr.dtype.element_ty), mask=mask)
+    tl.store(dx_ptr + out_m[:, None] * N + offs_n[None, :], round_to(dx, dx_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit(do_not_specialize=["B", "M", "n_tiles"])
@@ -255,10 +262,10 @@ def _rms_norm_bwd_kernel_columns(
 def _forward(x, residual, weight, bias, eps, offset, before_weight, total_dtype):
     """(y, total or None, rstd)."""
     n = _ndim(weight)
-    compute = compute_dtype(x, residual, weight, bias)
-    eps = torch.finfo(compute).eps if eps is None else eps
     y = torch.empty(x.shape, dtype=_out_dtype(x.dtype, weight, bias, before_weight), device=x.device)
     total = None if residual is None else torch.empty(x.shape, dtype=total_dtype, device=x.device)
+    compute = compute_dtype(x, residual, total, weight, bias)
+    eps = torch.finfo(compute).eps if eps is None else eps
     rstd = torch.empty(x.shape[: x.dim() - n], dtype=compute, device=x.device)
     if x.numel():
         operands = (x,) if residual is None else (x, residual)
@@ -307,23 +314,22 @@ def add_rms_norm_fwd(
 @add_rms_norm_fwd.register_fake
 def _(x, residual, weight, bias, eps, offset, before_weight, total_dtype):
     y = x.new_empty(x.shape, dtype=_out_dtype(x.dtype, weight, bias, before_weight))
-    rstd = x.new_empty(x.shape[: x.dim() - _ndim(weight)], dtype=compute_dtype(x, residual, weight, bias))
-    return y, x.new_empty(x.shape, dtype=total_dtype), rstd
+    total = x.new_empty(x.shape, dtype=total_dtype)
+    compute = compute_dtype(x, residual, total, weight, bias)
+    return y, total, x.new_empty(x.shape[: x.dim() - _ndim(weight)], dtype=compute)
 
 
 def _fwd_reference(x, weight, bias, eps, offset, before_weight):
-    return _reference(x, weight, bias, eps, offset, before_weight, x.dtype), _rstd(x, weight, bias, eps)
+    compute = compute_dtype(x, weight, bias)
+    y = _reference(x, weight, bias, eps, offset, before_weight, x.dtype, compute)
+    return y, _rstd(x, _ndim(weight), eps, compute)
 
 
 def _add_fwd_reference(x, residual, weight, bias, eps, offset, before_weight, total_dtype):
     total = _total(x, residual, total_dtype)
-    return _reference(total, weight, bias, eps, offset, before_weight, x.dtype), total, _rstd(total, weight, bias, eps)
-
-
-def _rstd(x, weight, bias, eps):
-    compute = compute_dtype(x, weight, bias)
-    mean_square = x.to(compute).square().mean(tuple(range(-_ndim(weight), 0)))
-    return torch.rsqrt(mean_square + (torch.finfo(compute).eps if eps is None else eps))
+    compute = compute_dtype(x, residual, total, weight, bias)
+    y = _reference(total, weight, bias, eps, offset, before_weight, x.dtype, compute)
+    return y, total, _rstd(total, _ndim(weight), eps, compute)
 
 
 @torch.library.custom_op(add_op_namespace_prefix("rms_norm_bwd"), mutates_args=())
@@ -383,15 +389,14 @@ def _(dy, ds, x, weight, bias, rstd, eps, offset, before_weight, dtype, need_dw,
 
 
 def _bwd_reference(dy, ds, x, weight, bias, rstd, eps, offset, before_weight, dtype, need_dw, need_db):
-    dims = tuple(range(-_ndim(weight), 0))
-    compute = compute_dtype(x, weight, bias)
-    rstd = _rstd(x, weight, bias, eps)[(...,) + (None,) * len(dims)]  # not the argument: it has a derivative
+    ndim, compute = _ndim(weight), rstd.dtype
+    rstd = _per_row(_rstd(x, ndim, eps, compute), ndim)  # not the argument: it has a derivative
     dy, xhat = dy.to(compute), x.to(compute) * rstd
     g = dy if weight is None else dy * (weight.to(compute) + offset)
-    dx = (g - xhat * (g * xhat).mean(dims, keepdim=True)) * rstd
+    dx = (g - xhat * (g * xhat).mean(tuple(range(-ndim, 0)), keepdim=True)) * rstd
     dx = (dx if ds is None else dx + ds).to(x.dtype)
-    dw = sum_leading(dy * xhat, len(dims)).to(weight.dtype) if need_dw else x.new_empty(0)
-    db = sum_leading(dy, len(dims)).to(bias.dtype) if need_db else x.new_empty(0)
+    dw = sum_leading(dy * xhat, ndim).to(weight.dtype) if need_dw else x.new_empty(0)
+    db = sum_leading(dy, ndim).to(bias.dtype) if need_db else x.new_empty(0)
     return dx, dw, db
 
 

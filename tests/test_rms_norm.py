@@ -1,0 +1,299 @@
+import pytest
+import torch
+from _inputs import LAYOUTS, tensor
+from _numerics import DTYPES, assert_close, check, evaluate
+
+HALF = (torch.float16, torch.bfloat16)
+
+
+@pytest.fixture(scope="module")
+def family(internals):
+    return internals("rms_norm")
+
+
+def norm(function):
+    """rms_norm with weight and bias by position, so that both are differentiated."""
+    return lambda x, weight=None, bias=None, **kw: function(x, weight, bias=bias, **kw)
+
+
+def add_norm(function):
+    return lambda x, r, weight=None, bias=None, **kw: function(x, r, weight, bias=bias, **kw)
+
+
+# The reference first: it is the oracle of everything below.
+
+
+def llama(x, weight, eps):
+    h = x.to(torch.float32)
+    h = h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + eps)
+    return weight * h.to(x.dtype)
+
+
+def gemma(x, weight, eps):
+    h = x.float()
+    h = h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + eps)
+    return (h * (1.0 + weight.float())).type_as(x)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_reference_is_torch(family, dtype, device):
+    x, w = tensor((4, 50), dtype, device), tensor((50,), dtype, device)
+    (y,), grads = evaluate(family.rms_norm_reference, (x, w), {"eps": 1e-5}, [torch.ones_like(x)])
+    torchs = lambda x, w: torch.nn.functional.rms_norm(x, (50,), w, 1e-5)  # noqa: E731
+    (t,), theirs = evaluate(torchs, (x, w), {}, [torch.ones_like(x)])
+    assert_close(y, t.double(), ulps=2)
+    for g, h in zip(grads, theirs):
+        assert_close(g, h.double(), ulps=4)  # torch's own rounding on top of ours
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, *HALF))
+def test_reference_is_hugging_face(family, dtype):
+    """Bit for bit: the two casting conventions of transformers' models."""
+    x, w = tensor((16, 300), dtype), tensor((300,), dtype)
+    assert torch.equal(family.rms_norm_reference(x, w, casting="llama"), llama(x, w, 1e-6))
+    assert torch.equal(family.rms_norm_reference(x, w, casting="gemma", offset=1.0), gemma(x, w, 1e-6))
+    wide = tensor((300,), torch.float32)
+    mixed = family.rms_norm_reference(x, wide, casting="llama")
+    assert mixed.dtype == torch.float32 and torch.equal(mixed, llama(x, wide, 1e-6))
+
+
+@pytest.mark.parametrize("dtype", HALF)
+@pytest.mark.parametrize("casting, offset", [("llama", 0.0), ("gemma", 1.0)])
+def test_rounding_order(kernel, family, device, dtype, casting, offset):
+    """What a tolerance cannot see: nearly every element equals the convention's, the rest are one ulp away."""
+    x, w = tensor((64, 300), dtype, device), tensor((300,), dtype, device)
+    y = kernel.rms_norm(x, w, casting=casting, offset=offset)
+    expected = family.rms_norm_reference(x, w, casting=casting, offset=offset)
+    assert (y == expected).float().mean() >= 0.999
+    ulp = (y.view(torch.int16).int() - expected.view(torch.int16).int()).abs()
+    assert ulp.max() <= 1
+
+
+@pytest.mark.kernels_ci
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("options", [{}, {"casting": "llama"}, {"offset": 1.0, "eps": None}, {"eps": 1.0}])
+def test_matches_reference(kernel, family, device, dtype, options):
+    tensors = tensor((5, 7, 100), dtype, device), tensor((100,), dtype, device), tensor((100,), dtype, device)
+    check(norm(kernel.rms_norm), norm(family.rms_norm_reference), *tensors, **options)
+    check(norm(kernel.rms_norm), norm(family.rms_norm_reference), tensors[0], **options)
+
+
+@pytest.mark.parametrize("N", [1, 3, 127, 128, 129, 1000, 4096, 16385, 65537, 262144])
+def test_widths(kernel, family, device, N):
+    x, w, b = (tensor(s, torch.float32, device) for s in ((3, N), (N,), (N,)))
+    versus = norm(family.rms_norm_reference) if N == 1 else None  # dx cancels to about 0 there
+    check(norm(kernel.rms_norm), norm(family.rms_norm_reference), x, w, b, versus=versus)
+
+
+@pytest.mark.parametrize("shape", [(0, 8), (2, 0, 8), (3, 0), (0, 0)])
+def test_empty(kernel, family, device, shape):
+    x, w, b = (tensor(s, torch.float32, device) for s in (shape, shape[-1:], shape[-1:]))
+    check(norm(kernel.rms_norm), norm(family.rms_norm_reference), x, w, b)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("shape", [(6, 40), (2, 3, 4, 36)])
+def test_strides(kernel, family, device, layout, shape):
+    x = tensor(shape, torch.float32, device, layout)
+    w = tensor(shape[-1:], torch.float32, device, "columns_sliced")
+    for dy in (tensor(shape, torch.float32, device), tensor(shape, torch.float32, device, layout)):
+        (y,) = check(norm(kernel.rms_norm), norm(family.rms_norm_reference), x, w, grads=[dy])
+        assert y.is_contiguous()
+
+
+def test_permuted_gradient(kernel, family, device):
+    """What the backward of an attention's (B, H, S, D) gives to a norm on (B, S, H, D)."""
+    x, w = tensor((2, 5, 3, 16), torch.float32, device), tensor((16,), torch.float32, device)
+    dy = tensor((2, 3, 5, 16), torch.float32, device).transpose(1, 2)
+    check(norm(kernel.rms_norm), norm(family.rms_norm_reference), x, w, grads=[dy])
+    check(norm(kernel.rms_norm), norm(family.rms_norm_reference), dy, w, grads=[x])
+
+
+def test_many_permuted_dimensions(kernel, family, device):
+    x = tensor((2, 2, 2, 2, 2, 8), torch.float32, device, "transposed")
+    check(norm(kernel.rms_norm), norm(family.rms_norm_reference), x)
+
+
+def test_trailing_dimensions(kernel, family, device):
+    x, w, b = (tensor(s, torch.float32, device) for s in ((3, 4, 5, 6), (5, 6), (5, 6)))
+    check(norm(kernel.rms_norm), norm(family.rms_norm_reference), x, w, b, dim=(-2, -1))
+    check(norm(kernel.rms_norm), norm(family.rms_norm_reference), x[0, 0], w, dim=(-2, -1))
+
+
+@pytest.mark.parametrize("x_dtype, w_dtype", [(torch.bfloat16, torch.float32), (torch.float32, torch.bfloat16)])
+def test_mixed_dtypes(kernel, family, device, x_dtype, w_dtype):
+    x, w = tensor((4, 64), x_dtype, device), tensor((64,), w_dtype, device)
+    (y,) = check(norm(kernel.rms_norm), norm(family.rms_norm_reference), x, w)
+    assert y.dtype == x_dtype
+    y = kernel.rms_norm(x, w, casting="llama")
+    assert y.dtype == torch.promote_types(x_dtype, w_dtype)
+    assert_close(y, family.rms_norm_reference(x, w, casting="llama").double())  # in x's dtype: it is rounded on the way
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("N", [48, 40000])
+def test_add(kernel, family, device, dtype, N):
+    """Both results feed the loss: the gradient flows in through y and through the sum."""
+    x, r, w = tensor((3, N), dtype, device), tensor((3, N), dtype, device), tensor((N,), dtype, device)
+    y, total = check(add_norm(kernel.add_rms_norm), add_norm(rounded_sum(family, dtype)), x, r, w)
+    assert torch.equal(total, x + r)
+    assert torch.equal(y, kernel.rms_norm(x + r, w))
+
+
+def rounded_sum(family, dtype):
+    """The reference whose sum is rounded as the kernel's is, passing gradients straight through the rounding."""
+
+    def function(x, r, weight, bias=None, **kw):
+        exact = x + r
+        total = exact + (exact.detach().to(dtype).double() - exact.detach())
+        return family.rms_norm_reference(total, weight, bias=bias, **kw), total
+
+    return function
+
+
+def test_add_residual_dtype(kernel, family, device):
+    x, r, w = (tensor(s, torch.bfloat16, device) for s in ((4, 64), (4, 64), (64,)))
+    y, total = kernel.add_rms_norm(x, r, w, residual_dtype=torch.float32)
+    assert y.dtype == torch.bfloat16 and total.dtype == torch.float32
+    assert torch.equal(total, x.float() + r.float())
+    assert_close(y, family.rms_norm_reference(total.double(), w.double()))
+
+
+def test_add_one_result_used(kernel, device):
+    for pick in (0, 1):
+        x, r = (tensor((3, 16), torch.float32, device).requires_grad_() for _ in range(2))
+        kernel.add_rms_norm(x, r)[pick].square().sum().backward()
+        total = (x + r).detach().requires_grad_()
+        (kernel.rms_norm(total) if pick == 0 else total).square().sum().backward()
+        assert torch.equal(x.grad, total.grad) and torch.equal(r.grad, total.grad)
+        assert x.grad.data_ptr() != r.grad.data_ptr()
+
+
+def test_special_values(kernel, family, device):
+    x = tensor((7, 33), torch.float32, device)
+    x[0, 3], x[1, 4], x[2, 5] = float("nan"), float("inf"), -float("inf")
+    x[3] = 0.0
+    x[4] = 1e25  # squares overflow, as torch's
+    x[5] = 1e-3  # rms about eps
+    y = kernel.rms_norm(x)
+    expected = torch.nn.functional.rms_norm(x, (33,), eps=1e-6)
+    assert_close(y, expected.double())
+
+
+def test_half_does_not_overflow(kernel, family, device):
+    x = tensor((4, 64), torch.float16, device, scale=1e4)
+    check(norm(kernel.rms_norm), norm(family.rms_norm_reference), x)
+
+
+def test_offset_is_added_in_float32(kernel, family, device):
+    """0.00390625 + 1 rounds to 1 in bfloat16."""
+    x, w = tensor((4, 64), torch.bfloat16, device), torch.full((64,), 0.00390625, dtype=torch.bfloat16, device=device)
+    check(norm(kernel.rms_norm), norm(family.rms_norm_reference), x, w, offset=1.0)
+
+
+def test_bad_input(kernel, device):
+    x, w = tensor((4, 8), torch.float32, device), tensor((8,), torch.float32, device)
+    cases = [
+        (TypeError, "rms_norm: x must be a tensor, got list", lambda: kernel.rms_norm([1.0])),
+        (TypeError, "rms_norm: x must have dtype float64 | float32 | float16 | bfloat16, got int64",
+         lambda: kernel.rms_norm(x.long())),
+        (TypeError, "rms_norm: weight must be a tensor, got float", lambda: kernel.rms_norm(x, 1.0)),
+        (ValueError, "rms_norm: weight must have shape (8,), got (7,)", lambda: kernel.rms_norm(x, w[:7])),
+        (ValueError, "rms_norm: bias must have shape (8,), got (1, 8)", lambda: kernel.rms_norm(x, w, bias=w[None])),
+        (ValueError, "rms_norm: weight must have 1 to x.dim() dimensions, got 3",
+         lambda: kernel.rms_norm(x, w[None, None])),
+        (ValueError, "rms_norm: weight must have 1 to x.dim() dimensions, got 1 for x ()",
+         lambda: kernel.rms_norm(x[0, 0])),
+        (ValueError, "rms_norm: eps must be at least 0, got -1", lambda: kernel.rms_norm(x, eps=-1)),
+        (TypeError, "rms_norm: eps must be a number or None, got str", lambda: kernel.rms_norm(x, eps="1")),
+        (ValueError, "rms_norm: casting must be one of 'before_weight', 'llama', 'after_weight', 'gemma', got 'bert'",
+         lambda: kernel.rms_norm(x, casting="bert")),
+        (ValueError, "add_rms_norm: residual must have shape (4, 8), got (8,)", lambda: kernel.add_rms_norm(x, w)),
+        (TypeError, "add_rms_norm: residual_dtype must be a floating dtype or None, got torch.int8",
+         lambda: kernel.add_rms_norm(x, x, residual_dtype=torch.int8)),
+        (ValueError, "rms_norm: weight must be on", lambda: kernel.rms_norm(x, w.to("meta"))),
+    ]  # fmt: skip
+    for error, message, call in cases:
+        with pytest.raises(error) as caught:
+            call()
+        assert str(caught.value).startswith(message)
+
+
+def test_opcheck(family, device):
+    x, w = tensor((3, 40), torch.float32, device), tensor((40,), torch.float32, device)
+    x, w, transposed = x.requires_grad_(), w.requires_grad_(), tensor((3, 40), torch.float32, device, "transposed")
+    torch.library.opcheck(family.rms_norm_fwd, (x, w, None, 1e-6, 0.0, False))
+    torch.library.opcheck(family.rms_norm_fwd, (transposed, w, w, None, 1.0, True))
+    torch.library.opcheck(family.add_rms_norm_fwd, (x, transposed, w, None, 1e-6, 0.0, True, torch.float64))
+    rstd = torch.rand(3, device=device)
+    dtype = torch.float32
+    torch.library.opcheck(family.rms_norm_bwd, (x, None, transposed, w, w, rstd, 1e-6, 0.0, False, dtype, True, True))
+    torch.library.opcheck(
+        family.rms_norm_bwd, (x, x, transposed, None, None, rstd, 1e-6, 0.0, False, dtype, False, False)
+    )
+
+
+def test_direct_launch_is_the_op(kernel, family, device, on_kernels):
+    if not on_kernels:
+        pytest.skip("no kernels on this path")
+    x, w = tensor((5, 300), torch.bfloat16, device), tensor((300,), torch.bfloat16, device)
+    y, rstd = family.rms_norm_fwd(x, w, None, 1e-6, 0.0, False)
+    assert torch.equal(kernel.rms_norm(x, w), y)
+    x.requires_grad_(), w.requires_grad_()
+    direct = torch.autograd.grad(kernel.rms_norm(x, w), (x, w), torch.ones_like(x))
+    registered = torch.autograd.grad(family.rms_norm_fwd(x, w, None, 1e-6, 0.0, False)[0], (x, w), torch.ones_like(x))
+    assert all(torch.equal(a, b) for a, b in zip(direct, registered))
+
+
+def test_compile(kernel, device):
+    def step(x, r, w):
+        y, total = kernel.add_rms_norm(x * 2, r, w)
+        return kernel.rms_norm(y + total, w).square().sum()
+
+    tensors = [tensor(s, torch.float32, device).requires_grad_() for s in ((4, 64), (4, 64), (64,))]
+    compiled = torch.compile(step, fullgraph=True)
+    expected = torch.autograd.grad(step(*tensors), tensors)
+    for a, b in zip(torch.autograd.grad(compiled(*tensors), tensors), expected):
+        assert_close(a, b.double())
+    with pytest.raises(Exception, match="weight must have shape"):
+        compiled(tensors[0], tensors[1], tensors[2][:3])
+
+
+def test_transforms(kernel, family, device):
+    x, r, w, b = (tensor(s, torch.float64, device).requires_grad_() for s in ((2, 3), (2, 3), (3,), (3,)))
+
+    def one(x, w, b):
+        return kernel.rms_norm(x, w, bias=b, offset=1.0)
+
+    def two(x, r, w):
+        return kernel.add_rms_norm(x, r, w)
+
+    assert torch.autograd.gradcheck(one, (x, w, b)) and torch.autograd.gradgradcheck(one, (x, w, b))
+    assert torch.autograd.gradcheck(two, (x, r, w)) and torch.autograd.gradgradcheck(two, (x, r, w))
+    x, w = x.detach(), w.detach()
+
+    def loss(w, x):
+        return kernel.rms_norm(x, w).square().sum()
+
+    def reference_loss(w, x):
+        return family.rms_norm_reference(x, w).square().sum()
+
+    per_sample = torch.func.vmap(torch.func.grad(loss), (None, 0))(w, x)
+    assert_close(per_sample, torch.func.vmap(torch.func.grad(reference_loss), (None, 0))(w, x))
+    batch = torch.stack([x, 2 * x], 1)
+    assert torch.equal(torch.func.vmap(kernel.rms_norm, (1, None))(batch, w)[1], kernel.rms_norm(2 * x, w))
+    assert torch.func.jacrev(kernel.rms_norm)(x).shape == (2, 3, 2, 3)
+
+
+def test_forward_mode_is_refused_not_lost(kernel, device, on_kernels):
+    if not on_kernels:
+        pytest.skip("PyTorch's own forward mode serves this path")
+    x = tensor((2, 3), torch.float32, device)
+    with pytest.raises(NotImplementedError):
+        torch.func.jvp(kernel.rms_norm, (x,), (x,))
+
+
+def test_repeats_are_equal(kernel, device):
+    x, w = (tensor(s, torch.bfloat16, device).requires_grad_() for s in ((40, 256), (256,)))
+    runs = [torch.autograd.grad(kernel.rms_norm(x, w), (x, w), torch.ones_like(x)) for _ in range(3)]
+    assert all(torch.equal(a, b) for run in runs for a, b in zip(run, runs[0]))
