@@ -17,8 +17,8 @@ demo: build ## Load the package and hold every op, then a real sentence-embeddin
 	$(IN_VENV) examples/minilm.py
 
 test: lint ## Run every test twice on the CPU: PyTorch's path, then the kernels in Triton's interpreter.
-	CUDA_VISIBLE_DEVICES= $(IN_VENV) -m pytest -n 2
-	CUDA_VISIBLE_DEVICES= TRITON_INTERPRET=1 $(IN_VENV) -m pytest -n 2
+	CUDA_VISIBLE_DEVICES= $(IN_VENV) -m pytest -n 2 --dist loadfile
+	CUDA_VISIBLE_DEVICES= TRITON_INTERPRET=1 $(IN_VENV) -m pytest -n 2 --dist loadfile
 
 lint: $(STAMP) ## Check the style with ruff.
 	$(IN_VENV) -m ruff check
@@ -41,6 +41,7 @@ clean: ## Remove what make has made.
 	rm -rf $(VENV) build .pytest_cache .ruff_cache .hypothesis
 
 $(STAMP): requirements-dev.txt
+	@$(PYTHON) -c "import sys; sys.exit('Python 3.11 or newer is needed' if sys.version_info < (3, 11) else 0)"
 	@echo "Installing the development requirements into $(VENV): PyTorch is large, so the first time takes minutes."
 	$(PYTHON) -m venv $(VENV)
 	$(IN_VENV) -m pip install --quiet --requirement requirements-dev.txt

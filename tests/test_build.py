@@ -78,10 +78,10 @@ def not_loaded(monkeypatch):
     monkeypatch.setattr(build_local, "check_loads", lambda variants: None)
 
 
-@pytest.fixture(scope="module")
-def built(tmp_path_factory):
-    """A build of this repository."""
-    return build(ROOT, tmp_path_factory.mktemp("portable") / "build")
+@pytest.fixture
+def built():
+    """The build of this repository that all tests load."""
+    return Path(os.environ["LOCAL_KERNELS"].partition("=")[2])
 
 
 def metadata(variant):
@@ -447,7 +447,7 @@ def test_variants_and_versions_of_this_repository_live_in_one_process(built, tmp
     assert done.stdout.strip() == "answered 8", done.stderr
 
 
-def test_local_kernels_serves_has_kernel_and_get_kernel(tiny, monkeypatch):
+def test_local_kernels_serves_has_kernel_and_get_kernel(tiny, not_loaded, monkeypatch):
     build(tiny, tiny / "build")
     for path in (tiny, tiny / "build"):  # a repository, or the folder of its variants
         monkeypatch.setenv("LOCAL_KERNELS", f"org/tiny-kernel={path}")
@@ -456,7 +456,7 @@ def test_local_kernels_serves_has_kernel_and_get_kernel(tiny, monkeypatch):
         assert torch.equal(kernel.scaled(torch.ones(2)), torch.full((2,), 2.0))
 
 
-def test_has_kernel_is_false_where_no_variant_fits(tiny, monkeypatch, not_loaded):
+def test_has_kernel_is_false_where_no_variant_fits(tiny, not_loaded, monkeypatch):
     write(tiny, {"build.toml": TINY_TOML.replace('["cuda", "rocm", "xpu", "cpu"]', '["neuron"]')})
     build(tiny, tiny / "build")
     monkeypatch.setenv("LOCAL_KERNELS", f"org/tiny-kernel={tiny}")
