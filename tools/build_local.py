@@ -281,14 +281,23 @@ def check_loads(variants: list[Path]) -> None:
         return
     environment = {name: value for name, value in os.environ.items() if not name.startswith("TRITON_")}
     environment.update(CLEAN_ENVIRONMENT)
-    needs_no_triton = [variant for variant in variants if variant.name == "torch-cpu"]
-    for mode, loaded in (("with-triton", variants), ("without-triton", needs_no_triton)):
-        if loaded:
-            command = [sys.executable, "-c", LOAD_SCRIPT, mode, *map(str, loaded)]
-            done = subprocess.run(command, cwd=loaded[0].parent, env=environment, capture_output=True, text=True)
-            if done.returncode != 0:
-                names = ", ".join(variant.name for variant in loaded)
-                raise BuildError(f"cannot load {names} {mode} where no GPU is visible:\n{done.stderr.strip()}")
+    modes = {"with-triton": variants, "without-triton": [path for path in variants if path.name == "torch-cpu"]}
+    processes = {
+        mode: subprocess.Popen(
+            [sys.executable, "-c", LOAD_SCRIPT, mode, *map(str, loaded)],
+            cwd=variants[0].parent,  # not the source, whose modules must not be found
+            env=environment,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for mode, loaded in modes.items()
+    }
+    errors = {mode: process.communicate()[1].strip() for mode, process in processes.items()}
+    for mode, process in processes.items():
+        if process.returncode != 0:
+            names = ", ".join(variant.name for variant in modes[mode])
+            raise BuildError(f"cannot load {names} {mode} where no GPU is visible:\n{errors[mode]}")
 
 
 def build(source, out) -> Path:
