@@ -9,7 +9,7 @@ def tensor(shape, dtype=torch.float32, device="cpu", layout="contiguous", scale=
     """Normal values of the given shape, in memory as `layout` says."""
 
     def draw(*s):
-        return (torch.randn(*s, dtype=torch.float64) * scale).to(dtype).to(device)
+        return (torch.randn(s, dtype=torch.float64) * scale).to(dtype).to(device)
 
     if layout == "contiguous":
         return draw(*shape)
