@@ -15,6 +15,7 @@ class Device(NamedTuple):
 
     multiprocessors: int
     max_warps: int  # of one program
+    shared_memory: int  # bytes that one program may use
 
 
 def runs_kernels(device: torch.device) -> bool:
@@ -37,11 +38,12 @@ def path(device: torch.device) -> str:
 def facts(device: torch.device) -> Device:
     if device.type == "cuda":
         props = torch.cuda.get_device_properties(device)
-        return Device(props.multi_processor_count, 1024 // props.warp_size)
+        shared = getattr(props, "shared_memory_per_block_optin", 0) or props.shared_memory_per_block
+        return Device(props.multi_processor_count, 1024 // props.warp_size, shared)
     if device.type == "xpu":
         props = torch.xpu.get_device_properties(device)
-        return Device(props.gpu_subslice_count, 32)
-    return Device(2, 32)  # the interpreter: few programs, but more than one
+        return Device(props.gpu_subslice_count, 32, props.local_mem_size)
+    return Device(2, 32, 65536)  # the interpreter: few programs, but more than one
 
 
 def launch(kernel, grid, device: torch.device, args, **options):
