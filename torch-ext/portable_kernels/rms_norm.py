@@ -11,12 +11,13 @@ from typing import Optional
 import torch
 from torch import Tensor
 
-from . import _checks
+from . import _checks, _norms
 from ._device import facts, launch
 from ._dispatch import differentiable, use_kernel
+from ._norms import load_pair, load_scale, load_sum, store_dx, store_parts
 from ._ops import add_op_namespace_prefix
-from ._rows import Plan, at, compute_dtype, plan_forward, row_index, rows, sum_leading
-from ._triton import cdiv, next_power_of_2, round_to, scalar, tl, triton, triton_dtype
+from ._rows import compute_dtype, plan_forward, row_index, rows, sum_leading
+from ._triton import round_to, scalar, tl, triton, triton_dtype
 
 SECOND_ORDER = "reference"
 
@@ -33,13 +34,13 @@ def add_rms_norm_reference(
     x, residual, weight=None, eps=1e-6, *, bias=None, offset=0.0, casting="after_weight", residual_dtype=None
 ):
     """What `add_rms_norm` computes, in plain PyTorch."""
-    total = _total(x, residual, residual_dtype)
+    total = _norms.add(x, residual, residual_dtype)
     compute = compute_dtype(x, residual, total, weight, bias)
     return _reference(total, weight, bias, eps, offset, _BEFORE_WEIGHT[casting], x.dtype, compute), total
 
 
 def _reference(x, weight, bias, eps, offset, before_weight, dtype, compute):
-    y = x.to(compute) * _per_row(_rstd(x, _ndim(weight), eps, compute), _ndim(weight))
+    y = x.to(compute) * _per_row(_rstd(x, _norms.trailing(weight), eps, compute), _norms.trailing(weight))
     out_dtype = _out_dtype(dtype, weight, bias, before_weight)
     if before_weight:
         y = y.to(dtype).to(compute)
@@ -61,46 +62,12 @@ def _per_row(t, ndim):
     return t[(...,) + (None,) * ndim]
 
 
-def _total(x, residual, dtype):
-    return (x.to(compute_dtype(x, residual)) + residual).to(dtype or torch.promote_types(x.dtype, residual.dtype))
-
-
-def _ndim(weight):
-    return 1 if weight is None else weight.dim()
-
-
 def _out_dtype(dtype, weight, bias, before_weight):
     """x's dtype, or what it is promoted to where the product with the weight comes after the rounding."""
     for t in (weight, bias):
         if before_weight and t is not None:
             dtype = torch.promote_types(dtype, t.dtype)
     return dtype
-
-
-def _plan_backward(N, max_warps):
-    BLOCK_N = next_power_of_2(N)
-    if BLOCK_N <= 8192:  # 8192 elements a tile: 0.93 of a copy at N = 1024, 4096 and 8192, H200 bf16
-        return Plan(8192 // max(BLOCK_N, 1024), BLOCK_N, True, 4 if BLOCK_N <= 1024 else 8)
-    return Plan(1, 4096, False, min(8, max_warps))  # wider rows are looped over: untuned
-
-
-@triton.jit
-def _load(x_ptr, x_strides, r_ptr, r_strides, s_ptr, a, b, offs_m, offs_n, mask, COMPUTE: tl.constexpr):
-    """The row to normalise: x, or x + residual as rounded in the sum that is returned."""
-    x = tl.load(at(x_ptr, x_strides, a, b, offs_m, offs_n), mask=mask, other=0.0).to(COMPUTE)
-    if r_ptr is not None:
-        x += tl.load(at(r_ptr, r_strides, a, b, offs_m, offs_n), mask=mask, other=0.0).to(COMPUTE)
-        x = round_to(x, s_ptr.dtype.element_ty).to(COMPUTE)
-    return x
-
-
-@triton.jit
-def _scale(w_ptr, offs_n, mask_n, offset, COMPUTE: tl.constexpr):
-    """weight + offset, (1, BLOCK_N)."""
-    if w_ptr is not None:
-        return (tl.load(w_ptr + offs_n, mask=mask_n, other=0.0).to(COMPUTE) + offset)[None, :]
-    else:
-        return tl.full((1, 1), 1.0, COMPUTE)
 
 
 @triton.jit
@@ -113,7 +80,7 @@ def _store_normed(
     y = x * rstd[:, None]
     if BEFORE_WEIGHT:
         y = round_to(y, x_ptr.dtype.element_ty).to(COMPUTE)
-    y = y * _scale(w_ptr, offs_n, mask_n, offset, COMPUTE)
+    y = y * load_scale(w_ptr, offset, offs_n, mask_n, COMPUTE)
     if BEFORE_WEIGHT:
         y = round_to(y, y_ptr.dtype.element_ty).to(COMPUTE)
     if b_ptr is not None:
@@ -135,13 +102,13 @@ def _rms_norm_fwd_kernel(
     offs_n = tl.arange(0, BLOCK_N)
     if ONE_PASS:
         mask = mask_m[:, None] & (offs_n < N)[None, :]
-        x = _load(x_ptr, x_strides, r_ptr, r_strides, s_ptr, a, b, offs_m, offs_n, mask, COMPUTE)
+        x = load_sum(x_ptr, x_strides, r_ptr, r_strides, s_ptr, a, b, offs_m, offs_n, mask, COMPUTE)
         total = tl.sum(x * x, axis=1)
     else:
         squares = tl.zeros((BLOCK_M, BLOCK_N), COMPUTE)
         for start in range(0, N, BLOCK_N):
             mask = mask_m[:, None] & (start + offs_n < N)[None, :]
-            x = _load(x_ptr, x_strides, r_ptr, r_strides, s_ptr, a, b, offs_m, start + offs_n, mask, COMPUTE)
+            x = load_sum(x_ptr, x_strides, r_ptr, r_strides, s_ptr, a, b, offs_m, start + offs_n, mask, COMPUTE)
             squares += x * x
         total = tl.sum(squares, axis=1)
     rstd = tl.rsqrt(total / N + eps)
@@ -154,27 +121,10 @@ def _rms_norm_fwd_kernel(
         for start in range(0, N, BLOCK_N):
             cols = start + offs_n
             mask = mask_m[:, None] & (cols < N)[None, :]
-            x = _load(x_ptr, x_strides, r_ptr, r_strides, s_ptr, a, b, offs_m, cols, mask, COMPUTE)
+            x = load_sum(x_ptr, x_strides, r_ptr, r_strides, s_ptr, a, b, offs_m, cols, mask, COMPUTE)
             _store_normed(
                 x, rstd, w_ptr, b_ptr, y_ptr, s_ptr, x_ptr, out_m, N, cols, mask, offset, BEFORE_WEIGHT, COMPUTE
             )
-
-
-@triton.jit
-def _load_pair(dy_ptr, dy_strides, x_ptr, x_strides, a, b, offs_m, offs_n, mask, COMPUTE: tl.constexpr):
-    dy = tl.load(at(dy_ptr, dy_strides, a, b, offs_m, offs_n), mask=mask, other=0.0).to(COMPUTE)
-    x = tl.load(at(x_ptr, x_strides, a, b, offs_m, offs_n), mask=mask, other=0.0).to(COMPUTE)
-    return dy, x
-
-
-@triton.jit
-def _store_dx(
-    g, xhat, projection, rstd, ds_ptr, ds_strides, dx_ptr, a, b, offs_m, out_m, N, offs_n, mask, COMPUTE: tl.constexpr
-):
-    dx = (g - xhat * projection[:, None]) * rstd[:, None]
-    if ds_ptr is not None:
-        dx += tl.load(at(ds_ptr, ds_strides, a, b, offs_m, offs_n), mask=mask, other=0.0).to(COMPUTE)
-    tl.store(dx_ptr + out_m[:, None] * N + offs_n[None, :], round_to(dx, dx_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit(do_not_specialize=["B", "M", "n_tiles"])
@@ -187,7 +137,7 @@ def _rms_norm_bwd_kernel(
     pid = tl.program_id(0)
     offs_n = tl.arange(0, BLOCK_N)
     if ONE_PASS:
-        scale = _scale(w_ptr, offs_n, offs_n < N, offset, COMPUTE)
+        scale = load_scale(w_ptr, offset, offs_n, offs_n < N, COMPUTE)
         dw = tl.zeros((BLOCK_N,), COMPUTE)
         db = tl.zeros((BLOCK_N,), COMPUTE)
     for tile in range(pid, n_tiles, tl.num_programs(0)):
@@ -197,13 +147,12 @@ def _rms_norm_bwd_kernel(
         rstd = tl.load(rstd_ptr + out_m, mask=mask_m, other=0.0)
         if ONE_PASS:
             mask = mask_m[:, None] & (offs_n < N)[None, :]
-            dy, x = _load_pair(dy_ptr, dy_strides, x_ptr, x_strides, a, b, offs_m, offs_n, mask, COMPUTE)
+            dy, x = load_pair(dy_ptr, dy_strides, x_ptr, x_strides, a, b, offs_m, offs_n, mask, COMPUTE)
             xhat = x * rstd[:, None]
             g = dy * scale
             projection = tl.sum(g * xhat, axis=1) / N
-            _store_dx(
-                g, xhat, projection, rstd, ds_ptr, ds_strides, dx_ptr, a, b, offs_m, out_m, N, offs_n, mask, COMPUTE
-            )
+            dx = (g - xhat * projection[:, None]) * rstd[:, None]
+            store_dx(dx, ds_ptr, ds_strides, dx_ptr, a, b, offs_m, out_m, N, offs_n, mask, COMPUTE)
             if dw_ptr is not None:
                 dw += tl.sum(dy * xhat, axis=0)
             if db_ptr is not None:
@@ -213,24 +162,19 @@ def _rms_norm_bwd_kernel(
             for start in range(0, N, BLOCK_N):
                 cols = start + offs_n
                 mask = mask_m[:, None] & (cols < N)[None, :]
-                dy, x = _load_pair(dy_ptr, dy_strides, x_ptr, x_strides, a, b, offs_m, cols, mask, COMPUTE)
-                products += dy * _scale(w_ptr, cols, cols < N, offset, COMPUTE) * x
+                dy, x = load_pair(dy_ptr, dy_strides, x_ptr, x_strides, a, b, offs_m, cols, mask, COMPUTE)
+                products += dy * load_scale(w_ptr, offset, cols, cols < N, COMPUTE) * x
             projection = tl.sum(products, axis=1) * rstd / N
             for start in range(0, N, BLOCK_N):
                 cols = start + offs_n
                 mask = mask_m[:, None] & (cols < N)[None, :]
-                dy, x = _load_pair(dy_ptr, dy_strides, x_ptr, x_strides, a, b, offs_m, cols, mask, COMPUTE)
-                g = dy * _scale(w_ptr, cols, cols < N, offset, COMPUTE)
+                dy, x = load_pair(dy_ptr, dy_strides, x_ptr, x_strides, a, b, offs_m, cols, mask, COMPUTE)
+                g = dy * load_scale(w_ptr, offset, cols, cols < N, COMPUTE)
                 xhat = x * rstd[:, None]
-                _store_dx(
-                    g, xhat, projection, rstd, ds_ptr, ds_strides, dx_ptr, a, b, offs_m, out_m, N, cols, mask, COMPUTE
-                )
+                dx = (g - xhat * projection[:, None]) * rstd[:, None]
+                store_dx(dx, ds_ptr, ds_strides, dx_ptr, a, b, offs_m, out_m, N, cols, mask, COMPUTE)
     if ONE_PASS:
-        part = tl.cast(pid, tl.int64) * N + offs_n
-        if dw_ptr is not None:
-            tl.store(dw_ptr + part, dw, mask=offs_n < N)
-        if db_ptr is not None:
-            tl.store(db_ptr + part, db, mask=offs_n < N)
+        store_parts(dw_ptr, db_ptr, dw, db, pid, N, offs_n)
 
 
 @triton.jit(do_not_specialize=["B", "M", "n_tiles"])
@@ -239,29 +183,24 @@ def _rms_norm_bwd_kernel_columns(
     COMPUTE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Weight and bias gradients of wide rows: a program owns BLOCK_N columns of every num_programs(1)-th row tile."""
-    pid_n = tl.program_id(0)
     pid_m = tl.program_id(1)
-    offs_n = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
+    offs_n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     dw = tl.zeros((BLOCK_N,), COMPUTE)
     db = tl.zeros((BLOCK_N,), COMPUTE)
     for tile in range(pid_m, n_tiles, tl.num_programs(1)):
         a, b, offs_m = row_index(tile, B, M, BLOCK_M)
         mask_m = offs_m < M
         mask = mask_m[:, None] & (offs_n < N)[None, :]
-        dy, x = _load_pair(dy_ptr, dy_strides, x_ptr, x_strides, a, b, offs_m, offs_n, mask, COMPUTE)
+        dy, x = load_pair(dy_ptr, dy_strides, x_ptr, x_strides, a, b, offs_m, offs_n, mask, COMPUTE)
         rstd = tl.load(rstd_ptr + (a * B + b) * M + offs_m, mask=mask_m, other=0.0)
         dw += tl.sum(dy * x * rstd[:, None], axis=0)
         db += tl.sum(dy, axis=0)
-    part = tl.cast(pid_m, tl.int64) * N + offs_n
-    if dw_ptr is not None:
-        tl.store(dw_ptr + part, dw, mask=offs_n < N)
-    if db_ptr is not None:
-        tl.store(db_ptr + part, db, mask=offs_n < N)
+    store_parts(dw_ptr, db_ptr, dw, db, pid_m, N, offs_n)
 
 
 def _forward(x, residual, weight, bias, eps, offset, before_weight, total_dtype):
     """(y, total or None, rstd)."""
-    n = _ndim(weight)
+    n = _norms.trailing(weight)
     y = torch.empty(x.shape, dtype=_out_dtype(x.dtype, weight, bias, before_weight), device=x.device)
     total = None if residual is None else torch.empty(x.shape, dtype=total_dtype, device=x.device)
     compute = compute_dtype(x, residual, total, weight, bias)
@@ -275,17 +214,14 @@ def _forward(x, residual, weight, bias, eps, offset, before_weight, total_dtype)
             _rms_norm_fwd_kernel,
             (layout.blocks(plan.BLOCK_M),),
             x.device,
-            (x, r[0] if r else None, _flat(weight), _flat(bias), y, total, rstd, layout.B, layout.M, layout.N,
-             layout.strides[0], layout.strides[-1], scalar(eps, compute), scalar(offset, compute)),
+            (x, r[0] if r else None, _norms.packed(weight), _norms.packed(bias), y, total, rstd,
+             layout.B, layout.M, layout.N, layout.strides[0], layout.strides[-1],
+             scalar(eps, compute), scalar(offset, compute)),
             BEFORE_WEIGHT=before_weight, COMPUTE=triton_dtype(compute), **plan._asdict(),
         )  # fmt: skip
     elif rstd.numel():
         rstd.fill_(eps**-0.5)
     return y, total, rstd
-
-
-def _flat(weight):
-    return weight if weight is None or weight.is_contiguous() else weight.contiguous()  # N elements, once
 
 
 @torch.library.custom_op(add_op_namespace_prefix("rms_norm_fwd"), mutates_args=())
@@ -300,7 +236,7 @@ def rms_norm_fwd(
 @rms_norm_fwd.register_fake
 def _(x, weight, bias, eps, offset, before_weight):
     y = x.new_empty(x.shape, dtype=_out_dtype(x.dtype, weight, bias, before_weight))
-    return y, x.new_empty(x.shape[: x.dim() - _ndim(weight)], dtype=compute_dtype(x, weight, bias))
+    return y, x.new_empty(x.shape[: x.dim() - _norms.trailing(weight)], dtype=compute_dtype(x, weight, bias))
 
 
 @torch.library.custom_op(add_op_namespace_prefix("add_rms_norm_fwd"), mutates_args=())
@@ -316,20 +252,20 @@ def _(x, residual, weight, bias, eps, offset, before_weight, total_dtype):
     y = x.new_empty(x.shape, dtype=_out_dtype(x.dtype, weight, bias, before_weight))
     total = x.new_empty(x.shape, dtype=total_dtype)
     compute = compute_dtype(x, residual, total, weight, bias)
-    return y, total, x.new_empty(x.shape[: x.dim() - _ndim(weight)], dtype=compute)
+    return y, total, x.new_empty(x.shape[: x.dim() - _norms.trailing(weight)], dtype=compute)
 
 
 def _fwd_reference(x, weight, bias, eps, offset, before_weight):
     compute = compute_dtype(x, weight, bias)
     y = _reference(x, weight, bias, eps, offset, before_weight, x.dtype, compute)
-    return y, _rstd(x, _ndim(weight), eps, compute)
+    return y, _rstd(x, _norms.trailing(weight), eps, compute)
 
 
 def _add_fwd_reference(x, residual, weight, bias, eps, offset, before_weight, total_dtype):
-    total = _total(x, residual, total_dtype)
+    total = _norms.add(x, residual, total_dtype)
     compute = compute_dtype(x, residual, total, weight, bias)
     y = _reference(total, weight, bias, eps, offset, before_weight, x.dtype, compute)
-    return y, total, _rstd(total, _ndim(weight), eps, compute)
+    return y, total, _rstd(total, _norms.trailing(weight), eps, compute)
 
 
 @torch.library.custom_op(add_op_namespace_prefix("rms_norm_bwd"), mutates_args=())
@@ -338,58 +274,19 @@ def rms_norm_bwd(
     eps: Optional[float], offset: float, before_weight: bool, dtype: torch.dtype, need_dw: bool, need_db: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of x (or of x + residual, then with ds added), weight and bias. One not needed is empty."""
-    n = _ndim(weight)
-    dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    operands = (dy, x) if ds is None else (dy, x, ds)
-    dw = db = None
-    if x.numel():
-        layout, (dy, x, *extra) = rows(*(t.flatten(-n) for t in operands))
-        ds = extra[0] if extra else None
-        device = facts(x.device)
-        plan = _plan_backward(layout.N, device.max_warps)
-        n_tiles = layout.blocks(plan.BLOCK_M)
-        programs = min(n_tiles, 2 * device.multiprocessors)
-        parts = programs if plan.ONE_PASS else min(cdiv(n_tiles, 64), 8)
-        dw = rstd.new_empty((parts, layout.N)) if need_dw else None
-        db = rstd.new_empty((parts, layout.N)) if need_db else None
-        fused = plan.ONE_PASS
-        sizes = (layout.B, layout.M, layout.N, n_tiles)
-        compute = triton_dtype(rstd.dtype)
-        launch(
-            _rms_norm_bwd_kernel,
-            (programs,),
-            x.device,
-            (dy, x, _flat(weight), rstd, ds, dx, dw if fused else None, db if fused else None, *sizes,
-             layout.strides[0], layout.strides[1], layout.strides[-1], scalar(offset, rstd.dtype)),
-            COMPUTE=compute, **plan._asdict(),
-        )  # fmt: skip
-        if not fused and (need_dw or need_db):
-            n_tiles = layout.blocks(16)
-            launch(
-                _rms_norm_bwd_kernel_columns,
-                (cdiv(layout.N, 256), parts),
-                x.device,
-                (dy, x, rstd, dw, db, layout.B, layout.M, layout.N, n_tiles, layout.strides[0], layout.strides[1]),
-                COMPUTE=compute, BLOCK_M=16, BLOCK_N=256, num_warps=4,
-            )  # fmt: skip
-    return dx, _summed(dw, weight, need_dw, x), _summed(db, bias, need_db, x)
-
-
-def _summed(parts, param, needed, x):
-    if not needed:
-        return x.new_empty(0)
-    return param.new_zeros(param.shape) if parts is None else parts.sum(0).to(param.dtype).view(param.shape)
+    return _norms.backward(
+        _rms_norm_bwd_kernel, _rms_norm_bwd_kernel_columns,
+        dy, ds, x, _norms.trailing(weight), weight, bias, rstd, need_dw, need_db, offset,
+    )  # fmt: skip
 
 
 @rms_norm_bwd.register_fake
 def _(dy, ds, x, weight, bias, rstd, eps, offset, before_weight, dtype, need_dw, need_db):
-    dw = x.new_empty(weight.shape, dtype=weight.dtype) if need_dw else x.new_empty(0)
-    db = x.new_empty(bias.shape, dtype=bias.dtype) if need_db else x.new_empty(0)
-    return x.new_empty(x.shape), dw, db
+    return _norms.fake_backward(x, weight, bias, need_dw, need_db)
 
 
 def _bwd_reference(dy, ds, x, weight, bias, rstd, eps, offset, before_weight, dtype, need_dw, need_db):
-    ndim, compute = _ndim(weight), rstd.dtype
+    ndim, compute = _norms.trailing(weight), rstd.dtype
     rstd = _per_row(_rstd(x, ndim, eps, compute), ndim)  # not the argument: it has a derivative
     dy, xhat = dy.to(compute), x.to(compute) * rstd
     g = dy if weight is None else dy * (weight.to(compute) + offset)
@@ -479,7 +376,7 @@ def rms_norm(
     if use_kernel(x):
         return _rms_norm(x, weight, bias, eps, float(offset), _BEFORE_WEIGHT[casting])[0]
     if bias is None and offset == 0.0 and not _BEFORE_WEIGHT[casting] and (weight is None or weight.dtype == x.dtype):
-        return torch.nn.functional.rms_norm(x, x.shape[-_ndim(weight) :], weight, eps).contiguous()
+        return torch.nn.functional.rms_norm(x, x.shape[-_norms.trailing(weight) :], weight, eps).contiguous()
     return rms_norm_reference(x, weight, eps, bias=bias, offset=offset, casting=casting).contiguous()
 
 
@@ -509,9 +406,7 @@ def add_rms_norm(
         gradients flowing in through both results.
     """
     _check("add_rms_norm", x, weight, bias, eps, offset, casting, residual=residual)
-    _checks.shape("add_rms_norm", "residual", residual, x.shape)
-    if residual_dtype is not None and residual_dtype not in _checks.FLOATS:
-        raise TypeError(f"add_rms_norm: residual_dtype must be a floating dtype or None, got {residual_dtype}")
+    _norms.check_residual("add_rms_norm", x, residual, residual_dtype)
     if not use_kernel(x):
         y, total = add_rms_norm_reference(
             x, residual, weight, eps, bias=bias, offset=offset, casting=casting, residual_dtype=residual_dtype
@@ -524,11 +419,7 @@ def add_rms_norm(
 
 def _check(op, x, weight, bias, eps, offset, casting, **others):
     _checks.tensors(op, x, weight=weight, bias=bias, **others)
-    if not 0 < _ndim(weight) <= x.dim():
-        raise ValueError(f"{op}: weight must have 1 to x.dim() dimensions, got {_ndim(weight)} for x {tuple(x.shape)}")
-    trailing = x.shape[-_ndim(weight) :]
-    _checks.shape(op, "weight", weight, trailing)
-    _checks.shape(op, "bias", bias, trailing)
+    _norms.check_shapes(op, x, _norms.trailing(weight), weight, bias)
     _checks.number(op, "eps", eps, low=0, optional=True)
     _checks.number(op, "offset", offset)
     _checks.choice(op, "casting", casting, _BEFORE_WEIGHT)

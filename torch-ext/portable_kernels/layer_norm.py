@@ -1,0 +1,430 @@
+"""Layer norm over trailing dimensions, alone or fused with a residual addition.
+
+    y = (x - mean(x)) * rsqrt(var(x) + eps) * weight + bias
+
+Ba, Kiros and Hinton, "Layer Normalization", 2016. Rows of any width; weight and bias gradients are summed in a fixed
+order. The mean is kept as two numbers, `shift` and `correction`: a value near the mean, which every element gives up
+first, and the mean of what is left. So a mean far larger than the spread costs no digits, and a constant row gives
+exactly its bias.
+"""
+
+from typing import Optional
+
+import torch
+from torch import Tensor
+
+from . import _checks, _norms
+from ._device import facts, launch
+from ._dispatch import differentiable, use_kernel
+from ._norms import load_pair, load_scale, load_sum, store_dx, store_parts
+from ._ops import add_op_namespace_prefix
+from ._rows import compute_dtype, plan_forward, row_index, rows, sum_leading
+from ._triton import round_to, scalar, tl, triton, triton_dtype
+
+SECOND_ORDER = "reference"
+
+
+def layer_norm_reference(x, weight=None, bias=None, eps=1e-5):
+    """What `layer_norm` computes, in plain PyTorch."""
+    return _reference(x, weight, bias, eps, x.dtype, compute_dtype(x, weight, bias))
+
+
+def add_layer_norm_reference(x, residual, weight=None, bias=None, eps=1e-5, *, residual_dtype=None):
+    """What `add_layer_norm` computes, in plain PyTorch."""
+    total = _norms.add(x, residual, residual_dtype)
+    compute = compute_dtype(x, residual, total, weight, bias)
+    return _reference(total, weight, bias, eps, x.dtype, compute), total
+
+
+def _reference(x, weight, bias, eps, dtype, compute):
+    centred, _, _, rstd = _centred_reference(x, _norms.trailing(weight, bias), eps, compute)
+    y = centred * rstd
+    if weight is not None:
+        y = y * weight
+    if bias is not None:
+        y = y + bias
+    return y.to(dtype)
+
+
+def _centred_reference(x, ndim, eps, compute):
+    """x - shift - correction, and what the forward keeps of each row, with ndim dimensions of size 1."""
+    dims = tuple(range(-ndim, 0))
+    h = x.to(compute)
+    shift = h.mean(dims, keepdim=True)
+    h = h - shift
+    correction = h.mean(dims, keepdim=True)
+    h = h - correction
+    return h, shift, correction, torch.rsqrt(h.square().mean(dims, keepdim=True) + eps)
+
+
+@triton.jit
+def _mean(x, N, COMPUTE: tl.constexpr):
+    """Means of rows. Divided before they are summed: a sum may overflow where the mean does not."""
+    return tl.sum(x * (tl.full((), 1.0, COMPUTE) / N), axis=1)
+
+
+@triton.jit
+def _centred(x, shift, correction, mask):
+    """0 past the row's end, where the map would leave -mean."""
+    return tl.where(mask, (x - shift[:, None]) - correction[:, None], 0.0)
+
+
+@triton.jit
+def _store_normed(
+    x, shift, correction, rstd, w_ptr, b_ptr, y_ptr, s_ptr, out_m, N, offs_n, mask, COMPUTE: tl.constexpr
+):
+    out = out_m[:, None] * N + offs_n[None, :]
+    mask_n = offs_n < N
+    y = _centred(x, shift, correction, mask) * rstd[:, None] * load_scale(w_ptr, 0.0, offs_n, mask_n, COMPUTE)
+    if b_ptr is not None:
+        y += tl.load(b_ptr + offs_n, mask=mask_n, other=0.0).to(COMPUTE)[None, :]
+    tl.store(y_ptr + out, round_to(y, y_ptr.dtype.element_ty), mask=mask)
+    if s_ptr is not None:
+        tl.store(s_ptr + out, round_to(x, s_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=["B", "M"])
+def _layer_norm_fwd_kernel(
+    x_ptr, r_ptr, w_ptr, b_ptr, y_ptr, s_ptr, stats_ptr, B, M, N, x_strides, r_strides, eps,
+    COMPUTE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ONE_PASS: tl.constexpr,
+):  # fmt: skip
+    a, b, offs_m = row_index(tl.program_id(0), B, M, BLOCK_M)
+    mask_m = offs_m < M
+    out_m = (a * B + b) * M + offs_m
+    offs_n = tl.arange(0, BLOCK_N)
+    mask = mask_m[:, None] & (offs_n < N)[None, :]
+    x = load_sum(x_ptr, x_strides, r_ptr, r_strides, s_ptr, a, b, offs_m, offs_n, mask, COMPUTE)
+    # The mean of the first block, as its distance from the first element: exact where the row is constant.
+    zeros = tl.zeros((1,), tl.int32)
+    first = load_sum(x_ptr, x_strides, r_ptr, r_strides, s_ptr, a, b, offs_m, zeros, mask_m[:, None], COMPUTE)
+    first = tl.sum(first, axis=1)
+    shift = first + _mean(tl.where(mask, x - first[:, None], 0.0), tl.minimum(N, BLOCK_N), COMPUTE)
+    if ONE_PASS:
+        d = tl.where(mask, x - shift[:, None], 0.0)
+        correction = _mean(d, N, COMPUTE)
+        d = tl.where(mask, d - correction[:, None], 0.0)
+        variance = _mean(d * d, N, COMPUTE)
+    else:  # Welford in each lane; then the lanes together
+        mean = tl.zeros((BLOCK_M, BLOCK_N), COMPUTE)
+        squares = tl.zeros((BLOCK_M, BLOCK_N), COMPUTE)
+        for start in range(0, N, BLOCK_N):
+            cols = start + offs_n
+            mask = mask_m[:, None] & (cols < N)[None, :]
+            x = load_sum(x_ptr, x_strides, r_ptr, r_strides, s_ptr, a, b, offs_m, cols, mask, COMPUTE)
+            delta = tl.where(mask, x - shift[:, None] - mean, 0.0)
+            step = delta * (tl.full((), 1.0, COMPUTE) / (start // BLOCK_N + 1))
+            mean += step
+            squares += delta * (delta - step)
+        count = tl.cdiv(N - offs_n, BLOCK_N)[None, :]
+        correction = _mean(mean * count, N, COMPUTE)
+        mean -= correction[:, None]
+        variance = _mean(squares + mean * mean * count, N, COMPUTE)
+    rstd = tl.rsqrt(variance + eps)
+    tl.store(stats_ptr + out_m * 3, shift, mask=mask_m)
+    tl.store(stats_ptr + out_m * 3 + 1, correction, mask=mask_m)
+    tl.store(stats_ptr + out_m * 3 + 2, rstd, mask=mask_m)
+    if ONE_PASS:
+        _store_normed(x, shift, correction, rstd, w_ptr, b_ptr, y_ptr, s_ptr, out_m, N, offs_n, mask, COMPUTE)
+    else:
+        for start in range(0, N, BLOCK_N):
+            cols = start + offs_n
+            mask = mask_m[:, None] & (cols < N)[None, :]
+            x = load_sum(x_ptr, x_strides, r_ptr, r_strides, s_ptr, a, b, offs_m, cols, mask, COMPUTE)
+            _store_normed(x, shift, correction, rstd, w_ptr, b_ptr, y_ptr, s_ptr, out_m, N, cols, mask, COMPUTE)
+
+
+@triton.jit
+def _load_stats(stats_ptr, out_m, mask_m):
+    shift = tl.load(stats_ptr + out_m * 3, mask=mask_m, other=0.0)
+    correction = tl.load(stats_ptr + out_m * 3 + 1, mask=mask_m, other=0.0)
+    return shift, correction, tl.load(stats_ptr + out_m * 3 + 2, mask=mask_m, other=0.0)
+
+
+@triton.jit(do_not_specialize=["B", "M", "n_tiles"])
+def _layer_norm_bwd_kernel(
+    dy_ptr, x_ptr, w_ptr, stats_ptr, ds_ptr, dx_ptr, dw_ptr, db_ptr, B, M, N, n_tiles,
+    dy_strides, x_strides, ds_strides,
+    COMPUTE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ONE_PASS: tl.constexpr,
+):  # fmt: skip
+    """Each program walks row tiles; with ONE_PASS it keeps its share of the weight and bias gradients in registers."""
+    pid = tl.program_id(0)
+    offs_n = tl.arange(0, BLOCK_N)
+    if ONE_PASS:
+        scale = load_scale(w_ptr, 0.0, offs_n, offs_n < N, COMPUTE)
+        dw = tl.zeros((BLOCK_N,), COMPUTE)
+        db = tl.zeros((BLOCK_N,), COMPUTE)
+    for tile in range(pid, n_tiles, tl.num_programs(0)):
+        a, b, offs_m = row_index(tile, B, M, BLOCK_M)
+        mask_m = offs_m < M
+        out_m = (a * B + b) * M + offs_m
+        shift, correction, rstd = _load_stats(stats_ptr, out_m, mask_m)
+        if ONE_PASS:
+            mask = mask_m[:, None] & (offs_n < N)[None, :]
+            dy, x = load_pair(dy_ptr, dy_strides, x_ptr, x_strides, a, b, offs_m, offs_n, mask, COMPUTE)
+            xhat = _centred(x, shift, correction, mask) * rstd[:, None]
+            g = dy * scale
+            mean = tl.sum(g, axis=1) / N
+            projection = tl.sum(g * xhat, axis=1) / N
+            dx = (g - mean[:, None] - xhat * projection[:, None]) * rstd[:, None]
+            store_dx(dx, ds_ptr, ds_strides, dx_ptr, a, b, offs_m, out_m, N, offs_n, mask, COMPUTE)
+            if dw_ptr is not None:
+                dw += tl.sum(dy * xhat, axis=0)
+            if db_ptr is not None:
+                db += tl.sum(dy, axis=0)
+        else:
+            sums = tl.zeros((BLOCK_M, BLOCK_N), COMPUTE)
+            products = tl.zeros((BLOCK_M, BLOCK_N), COMPUTE)
+            for start in range(0, N, BLOCK_N):
+                cols = start + offs_n
+                mask = mask_m[:, None] & (cols < N)[None, :]
+                dy, x = load_pair(dy_ptr, dy_strides, x_ptr, x_strides, a, b, offs_m, cols, mask, COMPUTE)
+                g = dy * load_scale(w_ptr, 0.0, cols, cols < N, COMPUTE)
+                sums += g
+                products += g * _centred(x, shift, correction, mask)
+            mean = tl.sum(sums, axis=1) / N
+            projection = tl.sum(products, axis=1) * rstd / N
+            for start in range(0, N, BLOCK_N):
+                cols = start + offs_n
+                mask = mask_m[:, None] & (cols < N)[None, :]
+                dy, x = load_pair(dy_ptr, dy_strides, x_ptr, x_strides, a, b, offs_m, cols, mask, COMPUTE)
+                g = dy * load_scale(w_ptr, 0.0, cols, cols < N, COMPUTE)
+                xhat = _centred(x, shift, correction, mask) * rstd[:, None]
+                dx = (g - mean[:, None] - xhat * projection[:, None]) * rstd[:, None]
+                store_dx(dx, ds_ptr, ds_strides, dx_ptr, a, b, offs_m, out_m, N, cols, mask, COMPUTE)
+    if ONE_PASS:
+        store_parts(dw_ptr, db_ptr, dw, db, pid, N, offs_n)
+
+
+@triton.jit(do_not_specialize=["B", "M", "n_tiles"])
+def _layer_norm_bwd_kernel_columns(
+    dy_ptr, x_ptr, stats_ptr, dw_ptr, db_ptr, B, M, N, n_tiles, dy_strides, x_strides,
+    COMPUTE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Weight and bias gradients of wide rows: a program owns BLOCK_N columns of every num_programs(1)-th row tile."""
+    pid_m = tl.program_id(1)
+    offs_n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    dw = tl.zeros((BLOCK_N,), COMPUTE)
+    db = tl.zeros((BLOCK_N,), COMPUTE)
+    for tile in range(pid_m, n_tiles, tl.num_programs(1)):
+        a, b, offs_m = row_index(tile, B, M, BLOCK_M)
+        mask_m = offs_m < M
+        mask = mask_m[:, None] & (offs_n < N)[None, :]
+        dy, x = load_pair(dy_ptr, dy_strides, x_ptr, x_strides, a, b, offs_m, offs_n, mask, COMPUTE)
+        shift, correction, rstd = _load_stats(stats_ptr, (a * B + b) * M + offs_m, mask_m)
+        dw += tl.sum(dy * _centred(x, shift, correction, mask) * rstd[:, None], axis=0)
+        db += tl.sum(dy, axis=0)
+    store_parts(dw_ptr, db_ptr, dw, db, pid_m, N, offs_n)
+
+
+def _forward(x, residual, weight, bias, eps, total_dtype):
+    """(y, total or None, stats): of each row shift, correction and rstd."""
+    n = _norms.trailing(weight, bias)
+    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    total = None if residual is None else torch.empty(x.shape, dtype=total_dtype, device=x.device)
+    compute = compute_dtype(x, residual, total, weight, bias)
+    stats = torch.empty((*x.shape[: x.dim() - n], 3), dtype=compute, device=x.device)
+    if x.numel():
+        operands = (x,) if residual is None else (x, residual)
+        layout, (x, *r) = rows(*(t.flatten(-n) for t in operands))
+        plan = plan_forward(layout.N, facts(x.device).max_warps)
+        launch(
+            _layer_norm_fwd_kernel,
+            (layout.blocks(plan.BLOCK_M),),
+            x.device,
+            (x, r[0] if r else None, _norms.packed(weight), _norms.packed(bias), y, total, stats,
+             layout.B, layout.M, layout.N, layout.strides[0], layout.strides[-1], scalar(eps, compute)),
+            COMPUTE=triton_dtype(compute), **plan._asdict(),
+        )  # fmt: skip
+    else:
+        stats.fill_(torch.nan)
+    return y, total, stats
+
+
+@torch.library.custom_op(add_op_namespace_prefix("layer_norm_fwd"), mutates_args=())
+def layer_norm_fwd(x: Tensor, weight: Optional[Tensor], bias: Optional[Tensor], eps: float) -> tuple[Tensor, Tensor]:
+    y, _, stats = _forward(x, None, weight, bias, eps, None)
+    return y, stats
+
+
+@layer_norm_fwd.register_fake
+def _(x, weight, bias, eps):
+    stats_shape = (*x.shape[: x.dim() - _norms.trailing(weight, bias)], 3)
+    return x.new_empty(x.shape), x.new_empty(stats_shape, dtype=compute_dtype(x, weight, bias))
+
+
+@torch.library.custom_op(add_op_namespace_prefix("add_layer_norm_fwd"), mutates_args=())
+def add_layer_norm_fwd(
+    x: Tensor, residual: Tensor, weight: Optional[Tensor], bias: Optional[Tensor], eps: float, total_dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor]:
+    return _forward(x, residual, weight, bias, eps, total_dtype)
+
+
+@add_layer_norm_fwd.register_fake
+def _(x, residual, weight, bias, eps, total_dtype):
+    total = x.new_empty(x.shape, dtype=total_dtype)
+    stats_shape = (*x.shape[: x.dim() - _norms.trailing(weight, bias)], 3)
+    stats = x.new_empty(stats_shape, dtype=compute_dtype(x, residual, total, weight, bias))
+    return x.new_empty(x.shape), total, stats
+
+
+def _fwd_reference(x, weight, bias, eps):
+    compute = compute_dtype(x, weight, bias)
+    return _reference(x, weight, bias, eps, x.dtype, compute), _stats(x, _norms.trailing(weight, bias), eps, compute)
+
+
+def _add_fwd_reference(x, residual, weight, bias, eps, total_dtype):
+    total = _norms.add(x, residual, total_dtype)
+    compute = compute_dtype(x, residual, total, weight, bias)
+    y = _reference(total, weight, bias, eps, x.dtype, compute)
+    return y, total, _stats(total, _norms.trailing(weight, bias), eps, compute)
+
+
+def _stats(x, ndim, eps, compute):
+    stats = _centred_reference(x, ndim, eps, compute)[1:]
+    return torch.stack([t.flatten(-ndim).squeeze(-1) for t in stats], -1)
+
+
+@torch.library.custom_op(add_op_namespace_prefix("layer_norm_bwd"), mutates_args=())
+def layer_norm_bwd(
+    dy: Tensor, ds: Optional[Tensor], x: Tensor, weight: Optional[Tensor], bias: Optional[Tensor], stats: Tensor,
+    eps: float, need_dw: bool, need_db: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Gradients of x (or of x + residual, then with ds added), weight and bias. One not needed is empty."""
+    return _norms.backward(
+        _layer_norm_bwd_kernel, _layer_norm_bwd_kernel_columns,
+        dy, ds, x, _norms.trailing(weight, bias), weight, bias, stats, need_dw, need_db,
+    )  # fmt: skip
+
+
+@layer_norm_bwd.register_fake
+def _(dy, ds, x, weight, bias, stats, eps, need_dw, need_db):
+    return _norms.fake_backward(x, weight, bias, need_dw, need_db)
+
+
+def _bwd_reference(dy, ds, x, weight, bias, stats, eps, need_dw, need_db):
+    n = _norms.trailing(weight, bias)
+    dims = tuple(range(-n, 0))
+    centred, _, _, rstd = _centred_reference(x, n, eps, stats.dtype)  # not from stats: they have a derivative
+    dy, xhat = dy.to(stats.dtype), centred * rstd
+    g = dy if weight is None else dy * weight
+    dx = (g - g.mean(dims, keepdim=True) - xhat * (g * xhat).mean(dims, keepdim=True)) * rstd
+    dx = (dx if ds is None else dx + ds).to(x.dtype)
+    dw = sum_leading(dy * xhat, n).to(weight.dtype) if need_dw else x.new_empty(0)
+    db = sum_leading(dy, n).to(bias.dtype) if need_db else x.new_empty(0)
+    return dx, dw, db
+
+
+def _rows_of_bwd(dy, ds, x, weight, bias, stats, eps, need_dw, need_db):
+    return None if need_dw or need_db else [0, 2, 5] if ds is None else [0, 1, 2, 5]
+
+
+_layer_norm_bwd = differentiable(layer_norm_bwd, _bwd_reference, rowwise=_rows_of_bwd)
+
+
+def _setup_context(ctx, inputs, output):
+    x, weight, bias, ctx.eps = inputs
+    ctx.save_for_backward(x, weight, bias, output[1])
+    ctx.mark_non_differentiable(output[1])
+
+
+def _backward(ctx, dy, _):
+    x, weight, bias, stats = ctx.saved_tensors
+    needs = ctx.needs_input_grad
+    dx, dw, db = _layer_norm_bwd(dy, None, x, weight, bias, stats, ctx.eps, needs[1], needs[2])
+    return dx, dw if needs[1] else None, db if needs[2] else None, None
+
+
+_layer_norm = differentiable(layer_norm_fwd, _fwd_reference, _setup_context, _backward, rowwise=lambda *_: [0])
+
+
+def _add_setup_context(ctx, inputs, output):
+    x, residual, weight, bias, ctx.eps, _ = inputs
+    ctx.dtypes = x.dtype, residual.dtype
+    _, total, stats = output
+    ctx.save_for_backward(total, weight, bias, stats)
+    ctx.mark_non_differentiable(stats)
+
+
+def _add_backward(ctx, dy, ds, _):
+    total, weight, bias, stats = ctx.saved_tensors
+    needs = ctx.needs_input_grad
+    dx, dw, db = _layer_norm_bwd(dy, ds, total, weight, bias, stats, ctx.eps, needs[2], needs[3])
+    dx, dr = (dx.to(dtype) if need else None for need, dtype in zip(needs, ctx.dtypes))
+    return dx, dr, dw if needs[2] else None, db if needs[3] else None, None, None
+
+
+_add_layer_norm = differentiable(
+    add_layer_norm_fwd, _add_fwd_reference, _add_setup_context, _add_backward, rowwise=lambda *_: [0, 1]
+)
+
+
+def layer_norm(x: Tensor, weight: Optional[Tensor] = None, bias: Optional[Tensor] = None, eps: float = 1e-5) -> Tensor:
+    """Normalise the trailing dimensions to mean 0 and variance 1, then scale and shift them.
+
+    y = (x - mean(x)) * rsqrt(var(x) + eps) * weight + bias
+
+    Args:
+        x: (..., *weight.shape), or (..., N) without weight and bias; float64 | float32 | float16 | bfloat16, any
+            strides.
+        weight: scale, of any of those dtypes.
+        bias: of weight's shape; without a weight it says how many dimensions are normalised. Of any of those dtypes.
+        eps: added to the (biased) variance.
+    Returns:
+        (..., N), dtype of x, contiguous.
+    Raises:
+        TypeError: dtype not listed.   ValueError: weight or bias is not of x's trailing shape; negative eps.
+    Numerics: sums and products in float32, in float64 where an argument is float64, and one rounding. The mean is
+        held in two parts, so that a row of mean 1e4 and spread 1e-3 keeps its digits. Weight and bias gradients are
+        deterministic. Autograd: first and second derivative, vmap; forward mode raises.
+    Source: Ba, Kiros and Hinton 2016.
+    """
+    _check("layer_norm", x, weight, bias, eps)
+    if use_kernel(x):
+        return _layer_norm(x, weight, bias, float(eps))[0]
+    return _without_kernels(x, weight, bias, eps, x.dtype, compute_dtype(x, weight, bias))
+
+
+def add_layer_norm(
+    x: Tensor,
+    residual: Tensor,
+    weight: Optional[Tensor] = None,
+    bias: Optional[Tensor] = None,
+    eps: float = 1e-5,
+    *,
+    residual_dtype: Optional[torch.dtype] = None,
+) -> tuple[Tensor, Tensor]:
+    """Add a residual and normalise the sum, in one pass over memory.
+
+    s = x + residual, rounded to its dtype;   y = layer_norm(s, weight, bias, eps)
+
+    Args:
+        x, residual: of one shape; the other arguments as in `layer_norm`.
+        residual_dtype: dtype of the sum; None = what x and residual promote to.
+    Returns:
+        (y, s), contiguous. y has x's dtype; neither shares memory with an input.
+    Raises:
+        TypeError, ValueError: as `layer_norm`; residual is not of x's shape.
+    Numerics: y comes from the rounded s, so that it equals the two separate calls. Autograd: as `layer_norm`, with
+        gradients flowing in through both results.
+    """
+    _check("add_layer_norm", x, weight, bias, eps, residual=residual)
+    _norms.check_residual("add_layer_norm", x, residual, residual_dtype)
+    if use_kernel(x):
+        total_dtype = residual_dtype or torch.promote_types(x.dtype, residual.dtype)
+        y, total, _ = _add_layer_norm(x, residual, weight, bias, float(eps), total_dtype)
+        return y, total
+    total = _norms.add(x, residual, residual_dtype).contiguous()
+    return _without_kernels(total, weight, bias, eps, x.dtype, compute_dtype(x, residual, total, weight, bias)), total
+
+
+def _check(op, x, weight, bias, eps, **others):
+    _checks.tensors(op, x, weight=weight, bias=bias, **others)
+    _norms.check_shapes(op, x, _norms.trailing(weight, bias), weight, bias)
+    _checks.number(op, "eps", eps, low=0)
+
+
+def _without_kernels(x, weight, bias, eps, dtype, compute):
+    """By torch's own function, in the compute dtype: in 16 bits it would sum the parameters' gradients in 16 bits."""
+    weight, bias = (t if t is None else t.to(compute) for t in (weight, bias))
+    y = torch.nn.functional.layer_norm(x.to(compute), x.shape[-_norms.trailing(weight, bias) :], weight, bias, eps)
+    return y.to(dtype).contiguous()
