@@ -14,21 +14,23 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-FAMILY_SECONDS = 90.0  # what one test file may take, so that `make test` stays quick
+FAMILY_SECONDS = 120.0  # what one test file may take on the CPU, so that `make test` stays quick
 
 sys.path[:0] = [str(ROOT / "tools"), str(ROOT / "tests")]
 
 
 def pytest_configure(config):
     if not hasattr(config, "workerinput"):  # the workers of pytest-xdist inherit the environment
-        from build_local import build
         from kernels.compat import tomllib
 
-        config.built = tempfile.mkdtemp(prefix="portable-kernels-")
-        build(ROOT, config.built)
         general = tomllib.loads((ROOT / "build.toml").read_text())["general"]
-        os.environ["LOCAL_KERNELS"] = f"{general['hub']['repo-id']}={config.built}"
         os.environ["PORTABLE_KERNELS_TESTED"] = f"{general['hub']['repo-id']}@{general['version']}"
+        if (ROOT / "tools").exists():  # kernel-builder's CI has no tools/, and tests what is published
+            from build_local import build
+
+            config.built = tempfile.mkdtemp(prefix="portable-kernels-")
+            build(ROOT, config.built)
+            os.environ["LOCAL_KERNELS"] = f"{general['hub']['repo-id']}={config.built}"
 
     import torch
 
@@ -93,7 +95,9 @@ def pytest_terminal_summary(terminalreporter):
 
 
 def pytest_sessionfinish(session):
+    import torch
+
     slow = [f for f, s in _seconds.items() if s > FAMILY_SECONDS]
-    if slow and not hasattr(session.config, "workerinput"):
+    if slow and not torch.accelerator.is_available() and not hasattr(session.config, "workerinput"):
         print(f"\nover {FAMILY_SECONDS:.0f} s, choose fewer or smaller cases: {', '.join(slow)}")
         session.exitstatus = session.exitstatus or 1

@@ -4,11 +4,13 @@ The backward of a norm is persistent: each program walks row tiles and keeps its
 in registers, one row of partial sums a program. Rows too wide for that get those from a kernel over columns.
 """
 
+from typing import NamedTuple
+
 import torch
 
 from . import _checks
 from ._device import facts, launch
-from ._rows import Plan, at, compute_dtype, rows
+from ._rows import at, compute_dtype, rows
 from ._triton import cdiv, next_power_of_2, round_to, scalar, tl, triton, triton_dtype
 
 
@@ -44,11 +46,27 @@ def packed(param):
     return param if param is None or param.is_contiguous() else param.contiguous()  # N elements, once
 
 
-def plan_backward(N, max_warps):
+class BackwardPlan(NamedTuple):
+    """Tiles as in `Plan`, STAGES of them in flight, and how many programs walk them on each multiprocessor."""
+
+    BLOCK_M: int
+    BLOCK_N: int
+    ONE_PASS: bool
+    STAGES: int
+    num_warps: int
+    programs: int
+
+
+def plan_backward(N, itemsize, device):
+    """itemsize: bytes of an element of all operands that are read together."""
     BLOCK_N = next_power_of_2(N)
-    if BLOCK_N <= 8192:  # 8192 elements a tile: 0.93 of a copy at N = 1024, 4096 and 8192, H200 bf16
-        return Plan(8192 // max(BLOCK_N, 1024), BLOCK_N, True, 4 if BLOCK_N <= 1024 else 8)
-    return Plan(1, 4096, False, min(8, max_warps))  # wider rows are looped over: untuned
+    if BLOCK_N > 16384:  # looped over: untuned
+        return BackwardPlan(1, 4096, False, 1, min(8, device.max_warps), 2)
+    # 0.94 of a copy at N = 1024 and 4096, 0.92 at 8192, 0.63 at 16384, without stages 0.80, 0.78 and 0.73; H200 bf16
+    BLOCK_M = max(4096 // max(BLOCK_N, 256), 1)
+    fits = 2 * BLOCK_M * BLOCK_N * itemsize <= device.shared_memory  # three stages keep two tiles in shared memory
+    STAGES = 3 if fits and BLOCK_N <= 8192 else 1
+    return BackwardPlan(BLOCK_M, BLOCK_N, True, STAGES, max(4, BLOCK_N // 1024), 2 if BLOCK_N <= 4096 else 1)
 
 
 @triton.jit
@@ -108,9 +126,10 @@ def backward(kernel, kernel_columns, dy, ds, x, ndim, weight, bias, saved, need_
         layout, (dy, x, *extra) = rows(*(t.flatten(-ndim) for t in (dy, x, ds) if t is not None))
         ds = extra[0] if extra else None
         device = facts(x.device)
-        plan = plan_backward(layout.N, device.max_warps)
+        itemsize = dy.element_size() + x.element_size() + (ds.element_size() if ds is not None else 0)
+        plan = plan_backward(layout.N, itemsize, device)
         n_tiles = layout.blocks(plan.BLOCK_M)
-        programs = min(n_tiles, 2 * device.multiprocessors)
+        programs = min(n_tiles, plan.programs * device.multiprocessors)
         parts = programs if plan.ONE_PASS else min(cdiv(n_tiles, 64), 8)
         dw = saved.new_empty((parts, layout.N)) if need_dw else None
         db = saved.new_empty((parts, layout.N)) if need_db else None
@@ -123,7 +142,8 @@ def backward(kernel, kernel_columns, dy, ds, x, ndim, weight, bias, saved, need_
             (dy, x, packed(weight), saved, ds, dx, dw if fused else None, db if fused else None,
              layout.B, layout.M, layout.N, n_tiles, layout.strides[0], layout.strides[1], layout.strides[-1],
              *(scalar(s, saved.dtype) for s in scalars)),
-            COMPUTE=compute, **plan._asdict(),
+            COMPUTE=compute, BLOCK_M=plan.BLOCK_M, BLOCK_N=plan.BLOCK_N, ONE_PASS=fused, STAGES=plan.STAGES,
+            num_warps=plan.num_warps,
         )  # fmt: skip
         if not fused and (need_dw or need_db):
             n_tiles = layout.blocks(16)

@@ -131,7 +131,7 @@ def _rms_norm_fwd_kernel(
 def _rms_norm_bwd_kernel(
     dy_ptr, x_ptr, w_ptr, rstd_ptr, ds_ptr, dx_ptr, dw_ptr, db_ptr, B, M, N, n_tiles,
     dy_strides, x_strides, ds_strides, offset,
-    COMPUTE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ONE_PASS: tl.constexpr,
+    COMPUTE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ONE_PASS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Each program walks row tiles; with ONE_PASS it keeps its share of the weight and bias gradients in registers."""
     pid = tl.program_id(0)
@@ -140,7 +140,7 @@ def _rms_norm_bwd_kernel(
         scale = load_scale(w_ptr, offset, offs_n, offs_n < N, COMPUTE)
         dw = tl.zeros((BLOCK_N,), COMPUTE)
         db = tl.zeros((BLOCK_N,), COMPUTE)
-    for tile in range(pid, n_tiles, tl.num_programs(0)):
+    for tile in tl.range(pid, n_tiles, tl.num_programs(0), num_stages=STAGES):
         a, b, offs_m = row_index(tile, B, M, BLOCK_M)
         mask_m = offs_m < M
         out_m = (a * B + b) * M + offs_m

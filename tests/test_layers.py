@@ -1,0 +1,178 @@
+"""Layers as `kernelize` uses them: bound to torch's and transformers' modules, in every mode."""
+
+import ast
+import inspect
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from _inputs import tensor
+from _numerics import assert_close
+from kernels import LayerRepository, Mode, kernelize, replace_kernel_forward_from_hub, use_kernel_mapping
+from torch import nn
+
+MODES = (Mode.INFERENCE, Mode.TRAINING, Mode.INFERENCE | Mode.TORCH_COMPILE, Mode.TRAINING | Mode.TORCH_COMPILE)
+
+
+class LlamaRMSNorm(nn.Module):
+    """By the names that transformers uses; rounds before the weight."""
+
+    def __init__(self, size, eps=1e-6):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(size))
+        self.variance_epsilon = eps
+
+    def forward(self, hidden_states):
+        h = hidden_states.float()
+        h = h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
+        return self.weight * h.to(hidden_states.dtype)
+
+
+class Olmo2RMSNorm(LlamaRMSNorm):
+    """Rounds after the weight."""
+
+    def forward(self, hidden_states):
+        h = hidden_states.float()
+        h = h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
+        return (self.weight * h).to(hidden_states.dtype)
+
+
+class QuickGELUActivation(nn.Module):
+    def forward(self, input):
+        return input * torch.sigmoid(1.702 * input)
+
+
+class Gated(nn.Module):
+    """The packed activations, as vLLM and the Hub's activation layers name them."""
+
+    def __init__(self, act):
+        super().__init__()
+        self.act = act
+
+    def forward(self, x):
+        gate, up = x.chunk(2, -1)
+        return self.act(gate) * up
+
+
+class SiluAndMul(Gated):
+    pass
+
+
+class GeluAndMul(Gated):
+    pass
+
+
+class GeluTanhAndMul(Gated):
+    pass
+
+
+# Layer name -> a module that it replaces.
+CASES = {
+    "RMSNorm": [lambda: LlamaRMSNorm(24), lambda: Olmo2RMSNorm(24), lambda: nn.RMSNorm(24)],
+    "LayerNorm": [
+        lambda: nn.LayerNorm(24),
+        lambda: nn.LayerNorm(24, elementwise_affine=False),
+        lambda: nn.LayerNorm((4, 24), elementwise_affine=False),
+        lambda: nn.LayerNorm((4, 24), bias=False),
+    ],
+    "Softmax": [lambda: nn.Softmax(), lambda: nn.Softmax(dim=1)],
+    "SiLU": [lambda: nn.SiLU()],
+    "GeLU": [lambda: nn.GELU()],
+    "GeluTanh": [lambda: nn.GELU(approximate="tanh")],
+    "QuickGELU": [lambda: QuickGELUActivation()],
+    "SiluAndMul": [lambda: SiluAndMul(nn.functional.silu)],
+    "GeluAndMul": [lambda: GeluAndMul(nn.functional.gelu)],
+    "GeluTanhAndMul": [lambda: GeluTanhAndMul(lambda g: nn.functional.gelu(g, approximate="tanh"))],
+}
+
+
+def kernelized(module, layer, mode, device, monkeypatch):
+    """`module` after kernelize, with a mapping such as a user writes; its class is restored afterwards."""
+    cls = type(module)
+    monkeypatch.setattr(cls, "forward", cls.forward)  # so that undoing also removes what is set below
+    monkeypatch.setattr(cls, "kernel_layer_name", None, raising=False)
+    replace_kernel_forward_from_hub(cls, layer)
+    repo_id = os.environ["PORTABLE_KERNELS_TESTED"].split("@")[0]
+    repo = LayerRepository(repo_id, layer_name=layer, revision="main")  # online: version=1
+    kind = "rocm" if torch.version.hip else device.type
+    with use_kernel_mapping({layer: {kind: repo}}, inherit_mapping=False):
+        return kernelize(module, mode=mode, device=kind, use_fallback=False)
+
+
+def is_ours(module, kernel):
+    return module.forward.__func__.__module__.startswith(kernel.__name__)
+
+
+@pytest.mark.parametrize("mode", MODES, ids=str)
+@pytest.mark.parametrize("layer", CASES)
+def test_kernelize(kernel, device, monkeypatch, layer, mode):
+    for make in CASES[layer]:
+        module = make().to(device)
+        x = tensor((2, 4, 24), torch.float32, device).requires_grad_()
+        before = module(x)
+        dy = torch.randn_like(before)
+        wanted = [x, *module.parameters()]
+        gradients = torch.autograd.grad(before, wanted, dy)
+        module = kernelized(module, layer, mode, device, monkeypatch)
+        assert is_ours(module, kernel)
+        compiled = (
+            torch.compile(module, fullgraph=True) if Mode.TORCH_COMPILE in mode and layer == "RMSNorm" else module
+        )
+        after = compiled(x)
+        assert after.dtype == before.dtype
+        assert_close(after, before.double(), ulps=8)
+        for a, b in zip(torch.autograd.grad(after, wanted, dy), gradients):
+            assert_close(a, b.double(), dim=-1 if a.shape == x.shape else None, ulps=32)  # torch's error on ours
+        if not isinstance(module, nn.RMSNorm):  # torch calls the argument x, transformers hidden_states
+            name = list(inspect.signature(module.forward).parameters)[0]
+            assert name in inspect.signature(make().forward).parameters
+            assert torch.equal(module(**{name: x}), module(x))
+        monkeypatch.undo()
+
+
+def test_every_layer_has_a_case(kernel):
+    layers = {n for n, v in vars(kernel.layers).items() if isinstance(v, type) and issubclass(v, nn.Module)}
+    assert layers == set(CASES)
+
+
+def test_casting_by_class(kernel, device, monkeypatch):
+    """Bit for bit in bfloat16: each class keeps the rounding of its own model."""
+    x = tensor((32, 24), torch.bfloat16, device)
+    for cls in (LlamaRMSNorm, Olmo2RMSNorm):
+        module = cls(24).to(device, torch.bfloat16)
+        before = module(x)
+        after = kernelized(module, "RMSNorm", Mode.INFERENCE, device, monkeypatch)(x)
+        assert (before == after).float().mean() >= 0.995
+        monkeypatch.undo()
+
+
+def transformers_norms():
+    """The source of every class that transformers registers under the name RMSNorm."""
+    transformers = pytest.importorskip("transformers")
+    for path in sorted(Path(transformers.__file__).parent.glob("models/*/modeling_*.py")):
+        source = path.read_text(encoding="utf-8")
+        if 'use_kernel_forward_from_hub("RMSNorm")' in source:
+            for node in ast.parse(source).body:
+                if isinstance(node, ast.ClassDef) and '"RMSNorm"' in "".join(
+                    ast.unparse(d).replace("'", '"') for d in node.decorator_list
+                ):
+                    node.decorator_list = []
+                    yield node.name, ast.unparse(node)
+
+
+def test_casting_table_is_transformers(internals):
+    """The table in layers.py, held against the code of every RMSNorm that the installed transformers has."""
+    layers, reference = internals("layers"), internals("rms_norm").rms_norm_reference
+    x, seen = tensor((16, 40), torch.bfloat16), 0
+    for name, source in transformers_norms():
+        namespace = {"nn": nn, "torch": torch}
+        exec(source, namespace)
+        module = namespace[name](40).to(torch.bfloat16)
+        module.weight.data.copy_(tensor((40,)))
+        with torch.no_grad():
+            expected = module(x)
+            found = reference(x, module.weight, module.variance_epsilon, casting=layers._casting(type(module)))
+        assert found.dtype == expected.dtype and torch.equal(found, expected), name
+        seen += 1
+    assert seen > 100

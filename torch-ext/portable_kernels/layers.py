@@ -1,0 +1,144 @@
+"""Layers for `kernels.kernelize`: each is a forward that is bound to the module it replaces.
+
+A layer has no state and no constructor; it may read only what the original module surely has. All have a backward and
+trace under torch.compile, so one entry of a kernel mapping serves training, inference and compilation.
+"""
+
+import torch
+from torch import nn
+
+from .activations import gelu, quick_gelu, silu
+from .gated import gelu_and_mul, gelu_tanh_and_mul, silu_and_mul
+from .layer_norm import layer_norm
+from .rms_norm import rms_norm
+from .softmax import softmax
+
+# Classes of transformers that multiply by the weight in float32 and round once. The others that go by the name
+# "RMSNorm" there round to the input's dtype first. tests/test_layers.py holds the table against their sources.
+_ROUND_AFTER_WEIGHT = frozenset(
+    {
+        "AfmoeRMSNorm",
+        "BeamRMSNorm",
+        "DeepseekV4RMSNorm",
+        "FlexOlmoRMSNorm",
+        "FlintRMSNorm",
+        "GptOssRMSNorm",
+        "NemotronHRMSNorm",
+        "NemotronH_Omni_RMSNorm",
+        "Olmo2RMSNorm",
+        "Olmo3RMSNorm",
+        "OlmoHybridRMSNorm",
+        "OpenAIPrivacyFilterRMSNorm",
+    }
+)
+
+
+def _casting(cls):
+    after = cls.__name__ in _ROUND_AFTER_WEIGHT or issubclass(cls, nn.RMSNorm)
+    return "after_weight" if after else "before_weight"
+
+
+class RMSNorm(nn.Module):
+    """transformers' RMSNorm classes, each with its own rounding, and torch.nn.RMSNorm."""
+
+    has_backward = True
+    can_torch_compile = True
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        eps = self.variance_epsilon if hasattr(self, "variance_epsilon") else self.eps
+        return rms_norm(hidden_states, self.weight, eps, casting=_casting(type(self)))
+
+
+class LayerNorm(nn.Module):
+    """torch.nn.LayerNorm."""
+
+    has_backward = True
+    can_torch_compile = True
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        n = len(self.normalized_shape)
+        if self.weight is None and self.bias is None and n > 1:
+            return layer_norm(input.flatten(-n), eps=self.eps).view(input.shape)
+        return layer_norm(input, self.weight, self.bias, self.eps)
+
+
+class Softmax(nn.Module):
+    """torch.nn.Softmax."""
+
+    has_backward = True
+    can_torch_compile = True
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        # Without a dim torch takes the first dimension of 0, 1 and 3 dimensions, else the second.
+        dim = (0 if input.dim() in (0, 1, 3) else 1) if self.dim is None else self.dim
+        return softmax(input, dim)
+
+
+class SiLU(nn.Module):
+    """transformers' SiLUActivation, torch.nn.SiLU."""
+
+    has_backward = True
+    can_torch_compile = True
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return silu(input)
+
+
+class GeLU(nn.Module):
+    """transformers' GELUActivation: the exact form."""
+
+    has_backward = True
+    can_torch_compile = True
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return gelu(input)
+
+
+class GeluTanh(nn.Module):
+    """transformers' GELUTanh: the tanh form."""
+
+    has_backward = True
+    can_torch_compile = True
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return gelu(input, approximate="tanh")
+
+
+class QuickGELU(nn.Module):
+    """transformers' QuickGELUActivation."""
+
+    has_backward = True
+    can_torch_compile = True
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return quick_gelu(input)
+
+
+class SiluAndMul(nn.Module):
+    """(..., 2N) -> (..., N): silu of the first half times the second."""
+
+    has_backward = True
+    can_torch_compile = True
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return silu_and_mul(x)
+
+
+class GeluAndMul(nn.Module):
+    """(..., 2N) -> (..., N): gelu of the first half times the second."""
+
+    has_backward = True
+    can_torch_compile = True
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return gelu_and_mul(x)
+
+
+class GeluTanhAndMul(nn.Module):
+    """(..., 2N) -> (..., N): gelu, tanh form, of the first half times the second."""
+
+    has_backward = True
+    can_torch_compile = True
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return gelu_tanh_and_mul(x)
