@@ -5,14 +5,17 @@ import torch
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
-def tensors(op, x, **others):
-    """Refuse what is no strided tensor of a supported dtype, or lies on another device than `x`. None is skipped."""
-    _tensor(op, "x", x)
+def tensors(op, x, *, first="x", **others):
+    """Refuse what is no strided tensor of a supported dtype, or lies on another device than the first.
+
+    The first is called x, or by the name given as `first`. None is skipped.
+    """
+    _tensor(op, first, x)
     for name, t in others.items():
         if t is not None:
             _tensor(op, name, t)
             if t.device != x.device:
-                raise ValueError(f"{op}: {name} must be on {x.device} as x is, got {t.device}")
+                raise ValueError(f"{op}: {name} must be on {x.device} as {first} is, got {t.device}")
 
 
 def _tensor(op, name, t):

@@ -42,7 +42,7 @@ def _is_plain(args):
     return True
 
 
-def differentiable(op, reference, setup_context=None, backward=None, *, pointwise=False, rowwise=None):
+def differentiable(op, reference, setup_context=None, backward=None, *, like=None, rowwise=None):
     """A function that calls `op`, with the same derivative on every way to it.
 
     Args:
@@ -50,7 +50,7 @@ def differentiable(op, reference, setup_context=None, backward=None, *, pointwis
         reference: the same arguments to the same results in differentiable PyTorch; what the op computes where there
             are no kernels.
         setup_context, backward: as of torch.autograd.Function; left out, the derivative is that of the reference.
-        pointwise: results keep dense strides, as a pointwise torch op; else they are contiguous.
+        like: the position of the argument that results lie like, as of torch.empty_like; None: they are contiguous.
         rowwise: given op's arguments, the positions of those tensors whose leading dimensions are independent rows.
             Under vmap one launch serves the batch when it is these that are batched; else the batch is looped over.
     Returns:
@@ -66,9 +66,8 @@ def differentiable(op, reference, setup_context=None, backward=None, *, pointwis
         if use_kernel(args[0]):
             return body(*args)
         results = reference(*args)
-        if pointwise:
-            return results
-        return tuple(t.contiguous() for t in results) if isinstance(results, tuple) else results.contiguous()
+        model = None if like is None else args[like]
+        return tuple(_lay(t, model) for t in results) if isinstance(results, tuple) else _lay(results, model)
 
     op.register_kernel("cpu")(direct)
 
@@ -94,6 +93,13 @@ def differentiable(op, reference, setup_context=None, backward=None, *, pointwis
         return forward(*args)
 
     return call
+
+
+def _lay(t, model):
+    if model is None:
+        return t.contiguous()
+    out = torch.empty_like(model, dtype=t.dtype)
+    return t if t.stride() == out.stride() else out.copy_(t)
 
 
 def _wants_grad(args):

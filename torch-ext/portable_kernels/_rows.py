@@ -35,21 +35,23 @@ def rows(*operands, dim=-1):
         N = shape[-1]
         M = operands[0].numel() // N if N else 0
         return Rows(1, 1, M, N, ((0, 0, N, 1),) * len(operands)), operands
-    outer, strides = _collapse(shape, [t.stride() for t in operands], dim % len(shape))
+    others = [d for d in range(len(shape)) if d != dim % len(shape)]
+    outer, strides = collapse(shape, [t.stride() for t in operands], others)
     if len(outer) > 3:
         operands = tuple(t.contiguous() for t in operands)  # once, for layouts no model has been seen to make
-        outer, strides = _collapse(shape, [t.stride() for t in operands], dim % len(shape))
+        outer, strides = collapse(shape, [t.stride() for t in operands], others)
     lead = 3 - len(outer)
     A, B, M = (1,) * lead + outer
     strides = tuple((0,) * lead + s + (t.stride(dim),) for s, t in zip(strides, operands))
     return Rows(A, B, M, shape[dim], strides), operands
 
 
-def _collapse(shape, strides, dim):
-    """Sizes and strides of all dimensions but `dim`, neighbours merged where every operand steps evenly."""
+def collapse(shape, strides, dims):
+    """Sizes and strides of the dimensions `dims`, neighbours merged where every operand steps evenly."""
     sizes, merged = [], [[] for _ in strides]
-    for d, size in enumerate(shape):
-        if d == dim or size == 1:
+    for d in dims:
+        size = shape[d]
+        if size == 1:
             continue
         steps = [s[d] for s in strides]
         if sizes and all(m[-1] == step * size for m, step in zip(merged, steps)):
@@ -86,10 +88,10 @@ def plan_forward(N, max_warps):
 @triton.jit
 def row_index(tile, B, M, BLOCK_M: tl.constexpr):
     """(a, b, offs_m) of a tile of BLOCK_M rows, in int64: rows times strides may pass 2^31."""
-    tiles_m = tl.cdiv(M, BLOCK_M)
+    tiles_m = (M - 1) // BLOCK_M + 1  # tl.cdiv(M, BLOCK_M) overflows just below 2^31, as would the offsets in int32
     outer = tile // tiles_m
-    offs_m = (tile % tiles_m) * BLOCK_M + tl.arange(0, BLOCK_M)
-    return tl.cast(outer // B, tl.int64), tl.cast(outer % B, tl.int64), tl.cast(offs_m, tl.int64)
+    offs_m = tl.cast(tile % tiles_m, tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    return tl.cast(outer // B, tl.int64), tl.cast(outer % B, tl.int64), offs_m
 
 
 @triton.jit
