@@ -1,0 +1,69 @@
+"""How pointwise kernels walk their operands, in one dimension where they lie alike and by strides where they do not."""
+
+from typing import NamedTuple
+
+import torch
+
+from ._device import launch
+from ._rows import Rows, collapse, row_index
+from ._triton import cdiv, next_power_of_2, tl, triton
+
+
+def elements(first, *others):
+    """The operands (tensors of one shape) as rows in the memory order of the first, which is dense, and the operands.
+
+    One dimension is as good as another here: N is the one that the first is contiguous along, and is everything
+    (A = B = M = 1) where the operands lie alike.
+    """
+    operands = (first, *others)
+    if first.dim() and not all(t.is_contiguous() for t in operands):
+        order = sorted(range(first.dim()), key=first.stride, reverse=True)
+        sizes, strides = collapse(first.shape, [t.stride() for t in operands], order)
+        if len(sizes) <= 4:
+            lead = 4 - len(sizes)
+            return Rows(*(1,) * lead, *sizes, tuple((0,) * lead + s for s in strides)), operands
+        # Once, as in `rows`. Outputs are laid out as the first, and stay.
+        operands = tuple(
+            t if t.stride() == first.stride() else torch.empty_like(first, dtype=t.dtype).copy_(t) for t in operands
+        )
+    return Rows(1, 1, 1, first.numel(), ((0, 0, 0, 1),) * len(operands)), operands
+
+
+class Tile(NamedTuple):
+    BLOCK_M: int
+    BLOCK_N: int
+    num_warps: int
+
+
+def plan(layout):
+    """2048 elements a program, 16 a thread of NVIDIA's: untuned."""
+    if layout.M == 1:
+        return Tile(1, 2048, 4)  # whatever N: lengths that vary do not compile anew
+    if any(s[3] != 1 for s in layout.strides):
+        BLOCK_N = min(next_power_of_2(layout.N), 64)  # an operand that is contiguous along M is read in lines too
+    else:
+        BLOCK_N = min(next_power_of_2(layout.N), 1024)
+    return Tile(2048 // BLOCK_N, BLOCK_N, 4)
+
+
+@triton.jit
+def tile_index(B, M, N, tiles_n, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """(a, b, offs_m, offs_n, mask) of this program's tile; `at` of _rows.py takes the first four."""
+    pid = tl.program_id(0)
+    a, b, offs_m = row_index(pid // tiles_n, B, M, BLOCK_M)
+    offs_n = tl.cast(pid % tiles_n, tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
+    return a, b, offs_m, offs_n, (offs_m < M)[:, None] & (offs_n < N)[None, :]
+
+
+def launch_pointwise(kernel, layout, operands, *scalars, **options):
+    """Launch `kernel(*operands, B, M, N, tiles_n, *strides, *scalars, **options)` over the layout."""
+    tile = plan(layout)
+    tiles_n = cdiv(layout.N, tile.BLOCK_N)
+    launch(
+        kernel,
+        (layout.blocks(tile.BLOCK_M) * tiles_n,),
+        operands[0].device,
+        (*operands, layout.B, layout.M, layout.N, tiles_n, *layout.strides, *scalars),
+        **options,
+        **tile._asdict(),
+    )
