@@ -1,5 +1,64 @@
-"""Portable Triton kernels for training and inference."""
+"""Portable Triton kernels for training and inference, with PyTorch's semantics."""
 
+from . import layers
+from ._report import report
+from .activations import (
+    gelu,
+    hardswish,
+    leaky_relu,
+    mish,
+    quick_gelu,
+    relu,
+    relu_squared,
+    sigmoid,
+    silu,
+    softplus,
+    tanh,
+)
+from .gated import (
+    gated,
+    geglu,
+    gelu_and_mul,
+    gelu_tanh_and_mul,
+    mul_and_gelu,
+    mul_and_silu,
+    reglu,
+    relu_and_mul,
+    silu_and_mul,
+    swiglu,
+)
+from .layer_norm import add_layer_norm, layer_norm
 from .rms_norm import add_rms_norm, rms_norm
+from .softmax import log_softmax, softmax
 
-__all__ = ["rms_norm", "add_rms_norm"]
+__all__ = [
+    "softmax",
+    "log_softmax",
+    "rms_norm",
+    "add_rms_norm",
+    "layer_norm",
+    "add_layer_norm",
+    "relu",
+    "relu_squared",
+    "leaky_relu",
+    "silu",
+    "gelu",
+    "quick_gelu",
+    "sigmoid",
+    "tanh",
+    "softplus",
+    "mish",
+    "hardswish",
+    "gated",
+    "silu_and_mul",
+    "mul_and_silu",
+    "gelu_and_mul",
+    "mul_and_gelu",
+    "gelu_tanh_and_mul",
+    "relu_and_mul",
+    "swiglu",
+    "geglu",
+    "reglu",
+    "layers",
+    "report",
+]

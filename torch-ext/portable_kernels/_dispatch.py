@@ -85,12 +85,16 @@ def differentiable(op, reference, setup_context=None, backward=None, *, like=Non
         },
     )
 
+    # Function.apply binds the arguments to forward's signature, found anew each time, 50 us a call. That serves
+    # transforms alone; without them this is all that it goes on to call.
+    apply = getattr(super(torch.autograd.Function, function), "apply", function.apply)
+
     def call(*args):
         if torch.compiler.is_compiling():
             return op(*args)
-        if _transforms() or _forward_ad() or _wants_grad(args):
+        if _transforms() or _forward_ad():
             return function.apply(*args)
-        return forward(*args)
+        return apply(*args) if _wants_grad(args) else forward(*args)
 
     return call
 

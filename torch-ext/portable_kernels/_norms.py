@@ -4,6 +4,7 @@ The backward of a norm is persistent: each program walks row tiles and keeps its
 in registers, one row of partial sums a program. Rows too wide for that get those from a kernel over columns.
 """
 
+import functools
 from typing import NamedTuple
 
 import torch
@@ -57,6 +58,7 @@ class BackwardPlan(NamedTuple):
     programs: int
 
 
+@functools.lru_cache(4096)
 def plan_backward(N, itemsize, device):
     """itemsize: bytes of an element of all operands that are read together."""
     BLOCK_N = next_power_of_2(N)

@@ -4,6 +4,7 @@ Most layouts need only M and N (A = B = 1). The two outer sizes let permuted ten
 (B, H, S, D) transpose, be read where they lie instead of being copied.
 """
 
+import functools
 from typing import NamedTuple
 
 import torch
@@ -28,22 +29,25 @@ def rows(*operands, dim=-1):
 
     A layout that does not collapse to two outer sizes (five or more permuted dimensions) is copied first.
     """
-    shape = operands[0].shape
-    if not shape:
-        return Rows(1, 1, 1, 1, ((0, 0, 0, 1),) * len(operands)), operands
-    if dim in (-1, len(shape) - 1) and all(t.is_contiguous() for t in operands):
-        N = shape[-1]
-        M = operands[0].numel() // N if N else 0
-        return Rows(1, 1, M, N, ((0, 0, N, 1),) * len(operands)), operands
-    others = [d for d in range(len(shape)) if d != dim % len(shape)]
-    outer, strides = collapse(shape, [t.stride() for t in operands], others)
-    if len(outer) > 3:
+    found = _rows(operands[0].shape, dim, *[t.stride() for t in operands])
+    if found is None:
         operands = tuple(t.contiguous() for t in operands)  # once, for layouts no model has been seen to make
-        outer, strides = collapse(shape, [t.stride() for t in operands], others)
+        found = _rows(operands[0].shape, dim, *[t.stride() for t in operands])
+    return found, operands
+
+
+@functools.lru_cache(4096)
+def _rows(shape, dim, *strides):
+    """The Rows of operands with these strides, or None where they do not collapse."""
+    if not shape:
+        return Rows(1, 1, 1, 1, ((0, 0, 0, 1),) * len(strides))
+    dim %= len(shape)
+    outer, steps = collapse(shape, strides, [d for d in range(len(shape)) if d != dim])
+    if len(outer) > 3:
+        return None
     lead = 3 - len(outer)
-    A, B, M = (1,) * lead + outer
-    strides = tuple((0,) * lead + s + (t.stride(dim),) for s, t in zip(strides, operands))
-    return Rows(A, B, M, shape[dim], strides), operands
+    strides = tuple((0,) * lead + step + (s[dim],) for step, s in zip(steps, strides))
+    return Rows(*(1,) * lead, *outer, shape[dim], strides)
 
 
 def collapse(shape, strides, dims):
@@ -74,6 +78,7 @@ class Plan(NamedTuple):
     num_warps: int
 
 
+@functools.lru_cache(4096)
 def plan_forward(N, max_warps):
     """Tiles for a kernel that reads a row, reduces it and writes a row."""
     BLOCK_N = next_power_of_2(N)

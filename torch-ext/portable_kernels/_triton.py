@@ -55,7 +55,7 @@ def scalar(value, dtype):
 
     Triton passes a Python float as float32, so float64 kernels take it as a compile-time constant.
     """
-    return tl.constexpr(value) if dtype == torch.float64 and not INTERPRET else value
+    return tl.constexpr(float(value)) if dtype == torch.float64 and not INTERPRET else float(value)
 
 
 def next_power_of_2(n):
