@@ -96,8 +96,8 @@ def values(dtype, device):
 # The references first: they are the oracle of everything below.
 
 
-def test_references_are_torch(family, math, device):
-    x = values(torch.float64, device)[:3]  # torch's second derivative of mish at -1e4 is NaN
+def test_references_are_torch(family, math):
+    x = values(torch.float64, "cpu")[:3]  # torch's second derivative of mish at -1e4 is NaN
     dy, ddx = torch.randn_like(x), torch.randn_like(x)
     for name, (activation, a, b) in math.ACTIVATIONS.items():
         torchs = TORCH.get(name) or (lambda x: F.gelu(x, approximate="tanh"))

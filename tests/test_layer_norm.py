@@ -45,7 +45,9 @@ def test_widths(kernel, family, device, on_kernels, N):
     x, *params = shifted((3, N), device=device), *(tensor((N,), device=device) for _ in "wb")
     params = params if N < 100000 else []  # the interpreter takes seconds for that many columns
     versus = None if on_kernels or N > 5 else torchs  # dx of short rows nearly cancels
-    check(kernel.layer_norm, family.layer_norm_reference, x, *params, versus=versus)
+    # At N = 1 the terms of dx cancel altogether, and are as large as |w| / sqrt(eps).
+    slack = 16 * 2**-23 * 3 * float(params[0].abs().max()) * 1e-5**-0.5 if N == 1 else 0.0
+    check(kernel.layer_norm, family.layer_norm_reference, x, *params, versus=versus, slack=slack)
 
 
 def large_mean(N):
@@ -134,8 +136,9 @@ def test_gradients_of_many_rows(kernel, family, device):
 
 
 def test_gradients_of_many_wide_rows(kernel, family, device):
-    x, w, b = shifted((66, 8200), device=device), *(tensor((8200,), device=device) for _ in "wb")
-    check(kernel.layer_norm, family.layer_norm_reference, x, w, b)
+    """More than one partial sum of a column, each over several tiles, of operands that lie differently."""
+    x, w, b = shifted((66, 16400), device=device, layout="transposed"), *(tensor((16400,), device=device) for _ in "wb")
+    check(kernel.layer_norm, family.layer_norm_reference, x, w, b, grads=[tensor(x.shape, device=device)])
 
 
 @pytest.mark.parametrize("shape", [(0, 8), (2, 0, 8), (3, 0), (0, 0)])
@@ -306,13 +309,13 @@ def test_compile(kernel, device):
     expected = torch.autograd.grad(step(*tensors), tensors)
     for a, e in zip(torch.autograd.grad(compiled(*tensors), tensors), expected):
         assert_close(a, e.double())
-    with pytest.raises(Exception, match="weight must have shape"):
-        compiled(tensors[0], tensors[1], tensors[2][:3], None)
+    with pytest.raises(ValueError, match="weight must have shape"):
+        torch.compile(step)(tensors[0], tensors[1], tensors[2][:3], None)
 
 
 def test_transforms(kernel, family, device):
     x, r, w, b = (tensor(s, torch.float64, device).requires_grad_() for s in ((2, 3), (2, 3), (3,), (3,)))
-    for f, tensors in ((kernel.layer_norm, (x, w, b)), (kernel.add_layer_norm, (x, r, w))):
+    for f, tensors in ((kernel.layer_norm, (x, w, b)), (kernel.add_layer_norm, (x[:1], r[:1], w))):
         assert torch.autograd.gradcheck(f, tensors) and torch.autograd.gradgradcheck(f, tensors)
     x, w = x.detach(), w.detach()
 

@@ -12,6 +12,8 @@ from _numerics import assert_close
 from kernels import LayerRepository, Mode, kernelize, replace_kernel_forward_from_hub, use_kernel_mapping
 from torch import nn
 
+transformers = pytest.importorskip("transformers")
+
 MODES = (Mode.INFERENCE, Mode.TRAINING, Mode.INFERENCE | Mode.TORCH_COMPILE, Mode.TRAINING | Mode.TORCH_COMPILE)
 
 
@@ -149,7 +151,6 @@ def test_casting_by_class(kernel, device, monkeypatch):
 
 def transformers_norms():
     """The source of every class that transformers registers under the name RMSNorm."""
-    transformers = pytest.importorskip("transformers")
     for path in sorted(Path(transformers.__file__).parent.glob("models/*/modeling_*.py")):
         source = path.read_text(encoding="utf-8")
         if 'use_kernel_forward_from_hub("RMSNorm")' in source:
@@ -163,6 +164,8 @@ def transformers_norms():
 
 def test_casting_table_is_transformers(internals):
     """The table in layers.py, held against the code of every RMSNorm that the installed transformers has."""
+    if transformers.__version__ < "5.22":  # DeepseekV4RMSNorm rounded before the weight then
+        pytest.skip("the table is that of transformers 5.22")
     layers, reference = internals("layers"), internals("rms_norm").rms_norm_reference
     x, seen = tensor((16, 40), torch.bfloat16), 0
     for name, source in transformers_norms():

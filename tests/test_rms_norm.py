@@ -36,8 +36,8 @@ def gemma(x, weight, eps):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_reference_is_torch(family, dtype, device):
-    x, w = tensor((4, 50), dtype, device), tensor((50,), dtype, device)
+def test_reference_is_torch(family, dtype):
+    x, w = tensor((4, 50), dtype), tensor((50,), dtype)
     (y,), grads = evaluate(family.rms_norm_reference, (x, w), {"eps": 1e-5}, [torch.ones_like(x)])
     torchs = lambda x, w: torch.nn.functional.rms_norm(x, (50,), w, 1e-5)  # noqa: E731
     (t,), theirs = evaluate(torchs, (x, w), {}, [torch.ones_like(x)])
@@ -81,8 +81,10 @@ def test_matches_reference(kernel, family, device, dtype, options):
 @pytest.mark.parametrize("N", [1, 3, 127, 128, 129, 1000, 4096, 16385, 65537, 262144])
 def test_widths(kernel, family, device, N):
     x, w, b = (tensor(s, torch.float32, device) for s in ((3, N), (N,), (N,)))
-    versus = norm(family.rms_norm_reference) if N == 1 else None  # dx cancels to about 0 there
-    check(norm(kernel.rms_norm), norm(family.rms_norm_reference), x, w, b, versus=versus)
+    slack = 0.0
+    if N == 1:  # dx cancels to about 0: what is left is the rounding of terms of about 3 * |w| / |x|
+        slack = 16 * 2**-23 * float((3 * w / x).abs().max())
+    check(norm(kernel.rms_norm), norm(family.rms_norm_reference), x, w, b, slack=slack)
 
 
 @pytest.mark.parametrize("shape", [(0, 8), (2, 0, 8), (3, 0), (0, 0)])
@@ -176,8 +178,8 @@ def test_special_values(kernel, family, device):
     x[4] = 1e25  # squares overflow, as torch's
     x[5] = 1e-3  # rms about eps
     y = kernel.rms_norm(x)
-    expected = torch.nn.functional.rms_norm(x, (33,), eps=1e-6)
-    assert_close(y, expected.double())
+    # torch on the CPU; on a GPU it makes a whole row NaN where one element is infinite.
+    assert_close(y, torch.nn.functional.rms_norm(x.cpu(), (33,), eps=1e-6).double())
 
 
 def test_half_does_not_overflow(kernel, family, device):
@@ -255,8 +257,8 @@ def test_compile(kernel, device):
     expected = torch.autograd.grad(step(*tensors), tensors)
     for a, b in zip(torch.autograd.grad(compiled(*tensors), tensors), expected):
         assert_close(a, b.double())
-    with pytest.raises(Exception, match="weight must have shape"):
-        compiled(tensors[0], tensors[1], tensors[2][:3])
+    with pytest.raises(ValueError, match="weight must have shape"):
+        torch.compile(step)(tensors[0], tensors[1], tensors[2][:3])
 
 
 def test_transforms(kernel, family, device):

@@ -97,13 +97,14 @@ def _layer_norm_fwd_kernel(
     # The mean of the first block, as its distance from the first element: exact where the row is constant.
     zeros = tl.zeros((1,), tl.int32)
     first = load_sum(x_ptr, x_strides, r_ptr, r_strides, s_ptr, a, b, offs_m, zeros, mask_m[:, None], COMPUTE)
-    first = tl.sum(first, axis=1)
-    shift = first + _mean(tl.where(mask, x - first[:, None], 0.0), tl.minimum(N, BLOCK_N), COMPUTE)
+    shift = tl.sum(first, axis=1) + _mean(tl.where(mask, x - first, 0.0), tl.minimum(N, BLOCK_N), COMPUTE)
     if ONE_PASS:
         d = tl.where(mask, x - shift[:, None], 0.0)
+        # The correction is what the rounding of shift left: too small for the difference of squares to cancel.
         correction = _mean(d, N, COMPUTE)
-        d = tl.where(mask, d - correction[:, None], 0.0)
         variance = _mean(d * d, N, COMPUTE)
+        square = correction * correction
+        variance = tl.where(square < variance, variance - square, variance)  # not inf - inf, nor below 0
     else:  # Welford in each lane; then the lanes together
         mean = tl.zeros((BLOCK_M, BLOCK_N), COMPUTE)
         squares = tl.zeros((BLOCK_M, BLOCK_N), COMPUTE)
