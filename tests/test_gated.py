@@ -113,6 +113,7 @@ def test_gated_is_the_names(kernel, device):
     assert torch.equal(kernel.gated(x, "gelu_tanh"), kernel.gelu_tanh_and_mul(x))
     gate, up = x.chunk(2, -1)
     assert torch.equal(kernel.swiglu(gate, up), kernel.silu_and_mul(x))
+    assert_close(kernel.gated(x, "sigmoid", gate_first=False), F.glu(x.double()))
     pairs = torch.stack([gate, up], -1).flatten(-2)
     assert torch.equal(kernel.gated(pairs, "silu", interleaved=True), kernel.silu_and_mul(x))
 

@@ -174,7 +174,7 @@ def activate(x, a, b, ACTIVATION: tl.constexpr, PRECISE: tl.constexpr):
     elif ACTIVATION == "softplus":
         z = a * x
         # A float64 constant in a comparison would be compared as float32: hence tl.full.
-        log1p = _log1p(_exp(-tl.abs(z), 0.0, PRECISE), 17 if x.dtype == tl.float64 else 8)
+        log1p = _log1p(_exp(-tl.abs(z), 0.0, PRECISE), 17 if x.dtype == tl.float64 else 7)
         y = tl.where(z > tl.full((1, 1), b, z.dtype), x, (tl.where(z > 0, z, 0.0) + log1p) / a)
     elif ACTIVATION == "mish":
         e = _exp(-tl.abs(x), 0.0, PRECISE)

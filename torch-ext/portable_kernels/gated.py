@@ -272,6 +272,7 @@ def gated(
 
     gpt-oss is gated(x, "silu", interleaved=True, limit=7.0, alpha=1.702, up_offset=1.0):
     gate = min(gate, limit), up = min(max(up, -limit), limit), y = gate * sigmoid(alpha * gate) * (up + 1).
+    torch.nn.functional.glu is gated(x, "sigmoid", gate_first=False).
 
     Args:
         x: (..., 2N), float64 | float32 | float16 | bfloat16, any strides; gate and up are read where they lie.
