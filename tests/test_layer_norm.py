@@ -89,8 +89,8 @@ def test_hard_rows(kernel, family, device, on_kernels, name):
     x, eps = HARD[name]().to(device), 1e-12
     N = x.shape[-1]
     w, b = tensor((N,), device=device), tensor((N,), device=device)
-    versus = None if on_kernels else torchs  # which loses digits of the mean
-    check(kernel.layer_norm, family.layer_norm_reference, x, w, b, versus=versus, eps=eps)
+    ulps = None if on_kernels else 128  # torch's own gradient, of a row where one value in 16500 differs
+    check(kernel.layer_norm, family.layer_norm_reference, x, w, b, ulps=ulps, eps=eps)
 
 
 @pytest.mark.parametrize("N", [5, 127, 17000])
@@ -99,10 +99,8 @@ def test_constant_rows(kernel, device, on_kernels, N):
     x = torch.tensor(values, device=device)[:, None].repeat(1, N).requires_grad_()
     b = tensor((N,), device=device)
     y = kernel.layer_norm(x, None, b)
-    if on_kernels:
-        assert torch.equal(y, b.expand(x.shape))
-    else:
-        assert_close(y, b.double().expand(x.shape))
+    # Normalised values have unit scale: one ulp of that, where the rounding of the mean leaves something.
+    assert_close(y, b.double().expand(x.shape), slack=2**-23)
     (dx,) = torch.autograd.grad(y, x, torch.randn_like(y))
     assert dx.isfinite().all()
 

@@ -83,11 +83,20 @@ def load_sum(x_ptr, x_strides, r_ptr, r_strides, s_ptr, a, b, offs_m, offs_n, ma
 
 @triton.jit
 def load_scale(w_ptr, offset, offs_n, mask_n, COMPUTE: tl.constexpr):
-    """weight + offset, (1, BLOCK_N)."""
+    """weight + offset, (1, BLOCK_N): loaded in two dimensions, so that it lies over threads as the rows do."""
     if w_ptr is not None:
-        return (tl.load(w_ptr + offs_n, mask=mask_n, other=0.0).to(COMPUTE) + offset)[None, :]
+        return tl.load(w_ptr + offs_n[None, :], mask=mask_n[None, :], other=0.0).to(COMPUTE) + offset
     else:
         return tl.full((1, 1), 1.0, COMPUTE)
+
+
+@triton.jit
+def load_bias(b_ptr, offs_n, mask_n, COMPUTE: tl.constexpr):
+    """bias, (1, BLOCK_N)."""
+    if b_ptr is not None:
+        return tl.load(b_ptr + offs_n[None, :], mask=mask_n[None, :], other=0.0).to(COMPUTE)
+    else:
+        return tl.full((1, 1), 0.0, COMPUTE)
 
 
 @triton.jit

@@ -16,7 +16,7 @@ from torch import Tensor
 from . import _checks, _norms
 from ._device import facts, launch
 from ._dispatch import differentiable, use_kernel
-from ._norms import load_pair, load_scale, load_sum, store_dx, store_parts
+from ._norms import load_bias, load_pair, load_scale, load_sum, store_dx, store_parts
 from ._ops import add_op_namespace_prefix
 from ._rows import compute_dtype, plan_forward, row_index, rows, sum_leading
 from ._triton import round_to, scalar, tl, triton, triton_dtype
@@ -70,14 +70,12 @@ def _centred(x, shift, correction, mask):
 
 
 @triton.jit
-def _store_normed(
-    x, shift, correction, rstd, w_ptr, b_ptr, y_ptr, s_ptr, out_m, N, offs_n, mask, COMPUTE: tl.constexpr
-):
+def _store_normed(x, d, correction, rstd, w_ptr, b_ptr, y_ptr, s_ptr, out_m, N, offs_n, mask, COMPUTE: tl.constexpr):
+    """d = x - shift; what it is past the row's end is not stored."""
     out = out_m[:, None] * N + offs_n[None, :]
     mask_n = offs_n < N
-    y = _centred(x, shift, correction, mask) * rstd[:, None] * load_scale(w_ptr, 0.0, offs_n, mask_n, COMPUTE)
-    if b_ptr is not None:
-        y += tl.load(b_ptr + offs_n, mask=mask_n, other=0.0).to(COMPUTE)[None, :]
+    y = d * rstd[:, None] - (correction * rstd)[:, None]
+    y = y * load_scale(w_ptr, 0.0, offs_n, mask_n, COMPUTE) + load_bias(b_ptr, offs_n, mask_n, COMPUTE)
     tl.store(y_ptr + out, round_to(y, y_ptr.dtype.element_ty), mask=mask)
     if s_ptr is not None:
         tl.store(s_ptr + out, round_to(x, s_ptr.dtype.element_ty), mask=mask)
@@ -94,15 +92,12 @@ def _layer_norm_fwd_kernel(
     offs_n = tl.arange(0, BLOCK_N)
     mask = mask_m[:, None] & (offs_n < N)[None, :]
     x = load_sum(x_ptr, x_strides, r_ptr, r_strides, s_ptr, a, b, offs_m, offs_n, mask, COMPUTE)
-    # The mean of the first block, as its distance from the first element: exact where the row is constant.
-    zeros = tl.zeros((1,), tl.int32)
-    first = load_sum(x_ptr, x_strides, r_ptr, r_strides, s_ptr, a, b, offs_m, zeros, mask_m[:, None], COMPUTE)
-    shift = tl.sum(first, axis=1) + _mean(tl.where(mask, x - first, 0.0), tl.minimum(N, BLOCK_N), COMPUTE)
+    shift = _mean(x, tl.minimum(N, BLOCK_N), COMPUTE)  # of the first block, rounded
     if ONE_PASS:
         d = tl.where(mask, x - shift[:, None], 0.0)
         # The correction is what the rounding of shift left: too small for the difference of squares to cancel.
         correction = _mean(d, N, COMPUTE)
-        variance = _mean(d * d, N, COMPUTE)
+        variance = tl.sum(d * d, axis=1) / N
         square = correction * correction
         variance = tl.where(square < variance, variance - square, variance)  # not inf - inf, nor below 0
     else:  # Welford in each lane; then the lanes together
@@ -125,13 +120,14 @@ def _layer_norm_fwd_kernel(
     tl.store(stats_ptr + out_m * 3 + 1, correction, mask=mask_m)
     tl.store(stats_ptr + out_m * 3 + 2, rstd, mask=mask_m)
     if ONE_PASS:
-        _store_normed(x, shift, correction, rstd, w_ptr, b_ptr, y_ptr, s_ptr, out_m, N, offs_n, mask, COMPUTE)
+        _store_normed(x, d, correction, rstd, w_ptr, b_ptr, y_ptr, s_ptr, out_m, N, offs_n, mask, COMPUTE)
     else:
         for start in range(0, N, BLOCK_N):
             cols = start + offs_n
             mask = mask_m[:, None] & (cols < N)[None, :]
             x = load_sum(x_ptr, x_strides, r_ptr, r_strides, s_ptr, a, b, offs_m, cols, mask, COMPUTE)
-            _store_normed(x, shift, correction, rstd, w_ptr, b_ptr, y_ptr, s_ptr, out_m, N, cols, mask, COMPUTE)
+            d = x - shift[:, None]
+            _store_normed(x, d, correction, rstd, w_ptr, b_ptr, y_ptr, s_ptr, out_m, N, cols, mask, COMPUTE)
 
 
 @triton.jit
@@ -425,7 +421,12 @@ def _check(op, x, weight, bias, eps, **others):
 
 
 def _without_kernels(x, weight, bias, eps, dtype, compute):
-    """By torch's own function, in the compute dtype: in 16 bits it would sum the parameters' gradients in 16 bits."""
+    """By torch's own function, of x less a constant a row, which changes nothing but what torch loses to a large mean.
+
+    In the compute dtype: in 16 bits torch would sum the parameters' gradients in 16 bits.
+    """
     weight, bias = (t if t is None else t.to(compute) for t in (weight, bias))
-    y = torch.nn.functional.layer_norm(x.to(compute), x.shape[-_norms.trailing(weight, bias) :], weight, bias, eps)
-    return y.to(dtype).contiguous()
+    shape = x.shape[-_norms.trailing(weight, bias) :]
+    x = x.to(compute)
+    shift = x.detach().mean(tuple(range(-len(shape), 0)), keepdim=True)
+    return torch.nn.functional.layer_norm(x - shift, shape, weight, bias, eps).to(dtype).contiguous()

@@ -14,7 +14,7 @@ from torch import Tensor
 from . import _checks, _norms
 from ._device import facts, launch
 from ._dispatch import differentiable, use_kernel
-from ._norms import load_pair, load_scale, load_sum, store_dx, store_parts
+from ._norms import load_bias, load_pair, load_scale, load_sum, store_dx, store_parts
 from ._ops import add_op_namespace_prefix
 from ._rows import compute_dtype, plan_forward, row_index, rows, sum_leading
 from ._triton import round_to, scalar, tl, triton, triton_dtype
@@ -83,8 +83,7 @@ def _store_normed(
     y = y * load_scale(w_ptr, offset, offs_n, mask_n, COMPUTE)
     if BEFORE_WEIGHT:
         y = round_to(y, y_ptr.dtype.element_ty).to(COMPUTE)
-    if b_ptr is not None:
-        y += tl.load(b_ptr + offs_n, mask=mask_n, other=0.0).to(COMPUTE)[None, :]
+    y += load_bias(b_ptr, offs_n, mask_n, COMPUTE)
     tl.store(y_ptr + out, round_to(y, y_ptr.dtype.element_ty), mask=mask)
     if s_ptr is not None:
         tl.store(s_ptr + out, round_to(x, s_ptr.dtype.element_ty), mask=mask)
