@@ -1,5 +1,6 @@
 """How pointwise kernels walk their operands, in one dimension where they lie alike and by strides where they do not."""
 
+import functools
 from typing import NamedTuple
 
 import torch
@@ -16,17 +17,26 @@ def elements(first, *others):
     (A = B = M = 1) where the operands lie alike.
     """
     operands = (first, *others)
-    if first.dim() and not all(t.is_contiguous() for t in operands):
-        order = sorted(range(first.dim()), key=first.stride, reverse=True)
-        sizes, strides = collapse(first.shape, [t.stride() for t in operands], order)
-        if len(sizes) <= 4:
-            lead = 4 - len(sizes)
-            return Rows(*(1,) * lead, *sizes, tuple((0,) * lead + s for s in strides)), operands
-        # Once, as in `rows`. Outputs are laid out as the first, and stay.
+    found = _elements(first.shape, *[t.stride() for t in operands])
+    if found is None:  # once, as in `rows`. Outputs are laid out as the first, and stay.
         operands = tuple(
             t if t.stride() == first.stride() else torch.empty_like(first, dtype=t.dtype).copy_(t) for t in operands
         )
-    return Rows(1, 1, 1, first.numel(), ((0, 0, 0, 1),) * len(operands)), operands
+        found = _elements(first.shape, *[first.stride()] * len(operands))
+    return found, operands
+
+
+@functools.lru_cache(4096)
+def _elements(shape, *strides):
+    """The Rows of operands with these strides, or None where they do not collapse."""
+    order = sorted(range(len(shape)), key=strides[0].__getitem__, reverse=True)
+    sizes, steps = collapse(shape, strides, order)
+    if not sizes:
+        return Rows(1, 1, 1, 1, ((0, 0, 0, 1),) * len(strides))
+    if len(sizes) > 4:
+        return None
+    lead = 4 - len(sizes)
+    return Rows(*(1,) * lead, *sizes, tuple((0,) * lead + s for s in steps))
 
 
 class Tile(NamedTuple):
@@ -35,11 +45,12 @@ class Tile(NamedTuple):
     num_warps: int
 
 
+@functools.lru_cache(4096)
 def plan(layout):
     """2048 elements a program, 16 a thread of NVIDIA's: untuned."""
     if layout.M == 1:
         return Tile(1, 2048, 4)  # whatever N: lengths that vary do not compile anew
-    if any(s[3] != 1 for s in layout.strides):
+    if any(s[3] > 2 for s in layout.strides):  # 2: halves that interleave share their lines of memory
         BLOCK_N = min(next_power_of_2(layout.N), 64)  # an operand that is contiguous along M is read in lines too
     else:
         BLOCK_N = min(next_power_of_2(layout.N), 1024)
