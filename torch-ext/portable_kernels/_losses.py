@@ -1,0 +1,74 @@
+"""What the loss families share: tiles, operands that have one number a row, and reductions."""
+
+from typing import NamedTuple
+
+import torch
+
+from . import _checks
+from ._rows import collapse, rows
+from ._triton import next_power_of_2
+
+REDUCTIONS = ("none", "mean", "sum")
+
+
+class Tiles(NamedTuple):
+    BLOCK_M: int
+    BLOCK_N: int
+    num_warps: int
+
+
+def plan(layout, max_warps):
+    """Tiles of 2048 to 4096 elements, 16 a thread, that a row is walked in whichever way it lies. Sizes: untuned."""
+    BLOCK_N = next_power_of_2(layout.N)
+    if any(0 < stride_m < stride_n for _, _, stride_m, stride_n in layout.strides):
+        # Dense across the rows: at least 32 of them a tile, so that memory is read in whole sectors.
+        BLOCK_M = min(next_power_of_2(layout.M), max(2048 // BLOCK_N, 32))
+        BLOCK_N = min(BLOCK_N, 4096 // BLOCK_M)
+    elif BLOCK_N <= 1024:
+        BLOCK_M = 2048 // max(BLOCK_N, 32)
+    else:
+        BLOCK_M, BLOCK_N = 1, min(BLOCK_N, 4096)
+    return Tiles(BLOCK_M, BLOCK_N, min(max(BLOCK_M * BLOCK_N // 512, 1), 16, max_warps))
+
+
+def loss_rows(dim, whole, per_row):
+    """`rows` over tensors of one shape and tensors that lack its dimension `dim`, in this order. None is skipped."""
+    whole = [t for t in whole if t is not None]
+    per_row = [t for t in per_row if t is not None]
+    shape = whole[0].shape
+    others = [d for d in range(len(shape)) if d != dim % len(shape)]
+    while True:
+        operands = (*whole, *(t.unsqueeze(dim).expand(shape) for t in per_row))
+        if len(collapse(shape, [t.stride() for t in operands], others)[0]) <= 3:
+            return rows(*operands, dim=dim)
+        # Made dense here, as `rows` would, but before the numbers of a row are expanded over it.
+        whole, per_row = [t.contiguous() for t in whole], [t.contiguous() for t in per_row]
+
+
+def lead(x, dim):
+    """x's shape without the dimension `dim`."""
+    shape = list(x.shape)
+    del shape[dim]
+    return shape
+
+
+def check_reduction(op, reduction):
+    _checks.choice(op, "reduction", reduction, REDUCTIONS)
+
+
+def reduce(loss, reduction, denominator):
+    """`denominator`, of the mean, is called where it is needed."""
+    if reduction == "none":
+        return loss
+    return loss.sum() / denominator() if reduction == "mean" else loss.sum()
+
+
+def check_labels(op, name, labels, x, dim):
+    """Refuse labels that are no integers of x's device and of its shape without `dim`."""
+    if not isinstance(labels, torch.Tensor):
+        raise TypeError(f"{op}: {name} must be a tensor, got {type(labels).__name__}")
+    if labels.dtype not in (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8):
+        raise TypeError(f"{op}: {name} must have an integer dtype, got {str(labels.dtype).replace('torch.', '')}")
+    _checks.shape(op, name, labels, lead(x, dim))
+    if labels.device != x.device:
+        raise ValueError(f"{op}: {name} must be on {x.device} as x is, got {labels.device}")
