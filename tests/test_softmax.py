@@ -250,13 +250,13 @@ def test_bad_input(kernel, device):
             assert str(caught.value).startswith(f"{name}: {message}")
 
 
-def test_plan(family, internals):
+def test_plan(internals):
     """Tiles span rows where memory does, and what is turned fits the smallest shared memory."""
-    Rows = internals("_rows").Rows
+    Rows, plan_any_dim = internals("_rows").Rows, internals("_rows").plan_any_dim
     for N in (1, 64, 100, 1000, 10**6):
-        assert family._plan(Rows(1, 1, 999, N, ((0, 0, N, 1),)), 4, 32).ONE_PASS == (N < 10**6)
+        assert plan_any_dim(Rows(1, 1, 999, N, ((0, 0, N, 1),)), 4, 32).ONE_PASS == (N < 10**6)
         for M, itemsize in ((3, 4), (40, 2), (10**6, 8)):
-            plan = family._plan(Rows(1, 8, M, N, ((0, N * M, 1, M), (0, N * M, N, 1))), itemsize, 16)
+            plan = plan_any_dim(Rows(1, 8, M, N, ((0, N * M, 1, M), (0, N * M, N, 1))), itemsize, 16)
             assert plan.BLOCK_M >= min(M, 32)
             assert plan.BLOCK_M * plan.BLOCK_N * itemsize <= 32768 and plan.num_warps <= 16
             assert plan.ONE_PASS == (plan.BLOCK_N >= N)

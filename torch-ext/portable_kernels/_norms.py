@@ -123,6 +123,13 @@ def store_parts(dw_ptr, db_ptr, dw, db, pid, N, offs_n):
         tl.store(db_ptr + part, db, mask=offs_n < N)
 
 
+@triton.jit
+def add_to(ptr, values, offs_n, mask_n):
+    """Add to sums that no other program touches."""
+    tl.store(ptr + offs_n, tl.load(ptr + offs_n, mask=mask_n, other=0.0) + values, mask=mask_n)
+    tl.debug_barrier()  # the next addition may come from another thread
+
+
 def backward(kernel, kernel_columns, dy, ds, x, ndim, weight, bias, saved, need_dw, need_db, *scalars):
     """Gradients of x (or of x + residual, then with ds added), weight and bias. One not needed is empty.
 

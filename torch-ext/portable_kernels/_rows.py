@@ -90,6 +90,21 @@ def plan_forward(N, max_warps):
     return Plan(1, 8192, False, min(16, max_warps))  # wider rows are looped over: untuned
 
 
+def plan_any_dim(layout, itemsize, max_warps):
+    """Tiles for rows read and written in place, whichever way they lie. itemsize: of the widest operand."""
+    if not any(0 < stride_m < stride_n for _, _, stride_m, stride_n in layout.strides):
+        return plan_forward(layout.N, max_warps)
+    # Some operand is dense across the rows: a tile spans at least 32 rows, so that it is read and written in whole
+    # sectors of memory both along rows and across them. 32 KiB: where one operand lies along rows and another across
+    # them, the tile is turned in shared memory, of which the smallest devices have 64 KiB. Sizes: untuned.
+    BLOCK_N = next_power_of_2(layout.N)
+    BLOCK_M = min(next_power_of_2(layout.M), max(2048 // BLOCK_N, 32))
+    one_pass = BLOCK_M * BLOCK_N * itemsize <= 32768
+    if not one_pass:
+        BLOCK_N = 4096 // BLOCK_M
+    return Plan(BLOCK_M, BLOCK_N, one_pass, min(max(BLOCK_M * BLOCK_N // 512, 1), 16, max_warps))
+
+
 @triton.jit
 def row_index(tile, B, M, BLOCK_M: tl.constexpr):
     """(a, b, offs_m) of a tile of BLOCK_M rows, in int64: rows times strides may pass 2^31."""

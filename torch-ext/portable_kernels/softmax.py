@@ -16,8 +16,8 @@ from . import _checks
 from ._device import facts, launch
 from ._dispatch import differentiable, use_kernel
 from ._ops import add_op_namespace_prefix
-from ._rows import Plan, at, compute_dtype, plan_forward, row_index, rows
-from ._triton import next_power_of_2, round_to, tl, triton, triton_dtype
+from ._rows import at, compute_dtype, plan_any_dim, row_index, rows
+from ._triton import round_to, tl, triton, triton_dtype
 
 SECOND_ORDER = "reference"
 
@@ -50,21 +50,6 @@ def _bwd_reference(dy, y, dim, dtype, log):
     dy, y = dy.to(compute), y.to(compute)
     dx = dy - torch.exp(y) * dy.sum(dim, keepdim=True) if log else y * (dy - (dy * y).sum(dim, keepdim=True))
     return dx.to(dtype)
-
-
-def _plan(layout, itemsize, max_warps):
-    """Tiles for rows read and written in place, whichever way they lie. itemsize: of the widest operand."""
-    if not any(0 < stride_m < stride_n for _, _, stride_m, stride_n in layout.strides):
-        return plan_forward(layout.N, max_warps)
-    # Some operand is dense across the rows: a tile spans at least 32 rows, so that it is read and written in whole
-    # sectors of memory both along rows and across them. 32 KiB: where one operand lies along rows and another across
-    # them, the tile is turned in shared memory, of which the smallest devices have 64 KiB. Sizes: untuned.
-    BLOCK_N = next_power_of_2(layout.N)
-    BLOCK_M = min(next_power_of_2(layout.M), max(2048 // BLOCK_N, 32))
-    one_pass = BLOCK_M * BLOCK_N * itemsize <= 32768
-    if not one_pass:
-        BLOCK_N = 4096 // BLOCK_M
-    return Plan(BLOCK_M, BLOCK_N, one_pass, min(max(BLOCK_M * BLOCK_N // 512, 1), 16, max_warps))
 
 
 @triton.jit
@@ -165,7 +150,7 @@ def _softmax_bwd_kernel(
 def _launch(kernel, operands, dim, compute, **options):
     device = operands[0].device
     layout, operands = rows(*operands, dim=dim)
-    plan = _plan(layout, max(t.element_size() for t in operands), facts(device).max_warps)
+    plan = plan_any_dim(layout, max(t.element_size() for t in operands), facts(device).max_warps)
     launch(
         kernel,
         (layout.blocks(plan.BLOCK_M),),
