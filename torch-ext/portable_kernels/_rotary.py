@@ -4,6 +4,7 @@ A tile is BLOCK_T tokens by BLOCK_H heads by BLOCK_R pairs, with the tables read
 one launch: their tiles are numbered in one sequence. Dimensions are named b (batch), t (token), h (head), d.
 """
 
+import functools
 from typing import NamedTuple
 
 import torch
@@ -14,19 +15,20 @@ from ._rows import compute_dtype
 from ._triton import cdiv, next_power_of_2, round_to, scalar, tl, triton, triton_dtype
 
 
-def strides(t, layout):
-    """Strides of (b, t, h, d), for a tensor whose dimensions are named by `layout`. None has none."""
-    return (0,) * 4 if t is None else tuple(t.stride(layout.index(c)) if c in layout else 0 for c in "bthd")
+@functools.lru_cache(4096)
+def _named(values, layout, absent):
+    """The values of (b, t, h, d), given those of the dimensions that `layout` names."""
+    return tuple(values[layout.index(c)] if c in layout else absent for c in "bthd")
 
 
-def sizes(t, layout):
-    """(B, S, H) likewise."""
-    return tuple(t.shape[layout.index(c)] if c in layout else 1 for c in "bth")
+def _strides(t, layout):
+    return (0,) * 4 if t is None else _named(t.stride(), layout, 0)
 
 
-def _outer_strides(t, axes, ndim):
+@functools.lru_cache(4096)
+def _outer_strides(shape, strides, axes, ndim):
     """Strides of (axis, b, *the last ndim), of a table or of positions that may lack the first two."""
-    given = [0 if n == 1 else s for n, s in zip(t.shape, t.stride())]
+    given = [0 if n == 1 else s for n, s in zip(shape, strides)]
     axis = given.pop(0) if axes else 0
     return (axis, given[0] if len(given) > ndim else 0, *given[-ndim:])
 
@@ -348,6 +350,19 @@ def _norm_rotary_bwd_kernel(
             _store_part(dw_ptr, pid, D, cols, cols < D, acc_tail)
 
 
+@functools.lru_cache(4096)
+def _tiles(q_shape, q_layout, k_shape, k_layout, rotary_dim, whole_rows):
+    """(programs, (S, HQ, HK, tiles of t, columns, q and k), constants of the kernels)."""
+    B, S, HQ, D = _named(q_shape, q_layout, 1)
+    HK = 0 if k_shape is None else _named(k_shape, k_layout, 1)[2]
+    tile = plan(S, max(HQ, HK), rotary_dim // 2, D - rotary_dim, whole_rows)
+    tiles_t, tiles_q, tiles_k = cdiv(S, tile.BLOCK_T), cdiv(HQ, tile.BLOCK_H), cdiv(HK, tile.BLOCK_H)
+    tiles_c = max(cdiv(rotary_dim // 2, tile.BLOCK_R), cdiv(D - rotary_dim, max(tile.BLOCK_TAIL, 1)), 1)
+    programs = B * tiles_t * tiles_c * (tiles_q + tiles_k)
+    constants = {"D": D, "R2": rotary_dim // 2, **tile._asdict()}
+    return programs, (S, HQ, HK, tiles_t, tiles_c, tiles_q, tiles_k), constants
+
+
 def rotate(
     q, k, cos, sin, q_layout, k_layout, dtypes, rotary_dim, interleaved, *, inverse=False, position_ids=None,
     offsets=None, cu_seqlens=None, sections=(), weights=(None, None), norms=(None, None), eps=0.0, offset=0.0,
@@ -361,31 +376,27 @@ def rotate(
     yk = torch.empty((0,) if k is None else k.shape, dtype=dtypes[1], device=q.device)
     if not q.numel() and not yk.numel():
         return yq, yk
-    B, S, HQ = sizes(q, q_layout)
-    HK = 0 if k is None else sizes(k, k_layout)[2]
-    D = q.shape[-1]
     compute = compute_dtype(q, k, cos, sin, *weights)
-    tile = plan(S, max(HQ, HK), rotary_dim // 2, D - rotary_dim, whole_rows=norms[0] is not None)
-    tiles_t, tiles_q, tiles_k = cdiv(S, tile.BLOCK_T), cdiv(HQ, tile.BLOCK_H), cdiv(HK, tile.BLOCK_H)
-    tiles_c = max(cdiv(rotary_dim // 2, tile.BLOCK_R), cdiv(D - rotary_dim, max(tile.BLOCK_TAIL, 1)), 1)
+    k_shape, out_k = (None, None) if k is None else (k.shape, yk)
+    programs, (S, *counts), constants = _tiles(q.shape, q_layout, k_shape, k_layout, rotary_dim, norms[0] is not None)
     axes = bool(sections)
     n_sequences = 1 if cu_seqlens is None else cu_seqlens.numel() - 1
     launch(
         _rotary_fwd_kernel,
-        (B * tiles_t * tiles_c * (tiles_q + tiles_k),),
+        (programs,),
         q.device,
-        (q, k, yq, None if k is None else yk, *map(packed, weights), cos, sin,
+        (q, k, yq, out_k, packed(weights[0]), packed(weights[1]), cos, sin,
          position_ids, packed(offsets), packed(cu_seqlens),
-         S, cos.shape[-2], HQ, HK, tiles_t, tiles_c, tiles_q, tiles_k, n_sequences, n_sequences.bit_length(),
-         strides(q, q_layout), strides(k, k_layout), strides(yq, q_layout),
-         strides(None if k is None else yk, k_layout),
-         *(_outer_strides(t, axes and position_ids is None, 2) for t in (cos, sin)),
-         None if position_ids is None else _outer_strides(position_ids, axes, 1),
+         S, cos.shape[-2], *counts, n_sequences, n_sequences.bit_length(),
+         _strides(q, q_layout), _strides(k, k_layout), _strides(yq, q_layout), _strides(out_k, k_layout),
+         _outer_strides(cos.shape, cos.stride(), axes and position_ids is None, 2),
+         _outer_strides(sin.shape, sin.stride(), axes and position_ids is None, 2),
+         None if position_ids is None else _outer_strides(position_ids.shape, position_ids.stride(), axes, 1),
          (sections[0], sections[0] + sections[1]) if axes else None,
          scalar(eps, compute), scalar(offset, compute)),
-        D=D, R2=rotary_dim // 2, HALF=cos.shape[-1] != rotary_dim, INTERLEAVED=interleaved, INVERSE=inverse,
+        HALF=cos.shape[-1] != rotary_dim, INTERLEAVED=interleaved, INVERSE=inverse,
         Q_NORM=norms[0] and triton_dtype(norms[0]), K_NORM=norms[1] and triton_dtype(norms[1]),
-        BEFORE_WEIGHT=before_weight, COMPUTE=triton_dtype(compute), **tile._asdict(),
+        BEFORE_WEIGHT=before_weight, COMPUTE=triton_dtype(compute), **constants,
     )  # fmt: skip
     return yq, yk
 
@@ -395,22 +406,21 @@ def norm_rotary_backward(dy, x, weight, cos, sin, layout, interleaved, eps, offs
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     parts = None
     if x.numel():
-        B, S, H = sizes(x, layout)
-        D, rotary_dim = x.shape[-1], cos.shape[-1]
         compute = compute_dtype(dy, x, weight, cos, sin)
-        tile = plan(S, H, rotary_dim // 2, D - rotary_dim, whole_rows=True)
-        tiles_t, tiles_h = cdiv(S, tile.BLOCK_T), cdiv(H, tile.BLOCK_H)
-        n_tiles = B * tiles_t * tiles_h
+        n_tiles, (S, H, _, tiles_t, _, tiles_h, _), constants = _tiles(
+            x.shape, layout, None, layout, cos.shape[-1], True
+        )
         programs = min(n_tiles, 8 * facts(x.device).multiprocessors)  # 32 warps a multiprocessor: untuned
-        parts = torch.empty((programs, D), dtype=compute, device=x.device) if need_dw else None
+        parts = torch.empty((programs, x.shape[-1]), dtype=compute, device=x.device) if need_dw else None
         launch(
             _norm_rotary_bwd_kernel,
             (programs,),
             x.device,
             (dy, x, packed(weight), cos, sin, dx, parts, S, H, tiles_t, tiles_h, n_tiles,
-             *(strides(t, layout) for t in (dy, x, dx)), *(_outer_strides(t, False, 2) for t in (cos, sin)),
+             _strides(dy, layout), _strides(x, layout), _strides(dx, layout),
+             _outer_strides(cos.shape, cos.stride(), False, 2), _outer_strides(sin.shape, sin.stride(), False, 2),
              scalar(eps, compute), scalar(offset, compute)),
-            D=D, R2=rotary_dim // 2, INTERLEAVED=interleaved, COMPUTE=triton_dtype(compute), **tile._asdict(),
+            INTERLEAVED=interleaved, COMPUTE=triton_dtype(compute), **constants,
         )  # fmt: skip
     if not need_dw:
         return dx, x.new_empty(0)
