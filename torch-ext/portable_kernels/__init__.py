@@ -15,6 +15,9 @@ from .activations import (
     softplus,
     tanh,
 )
+from .cross_entropy import cross_entropy, vocab_parallel_cross_entropy
+from .distillation import distillation_jsd, distillation_kl
+from .dropout import dropout, dropout_add
 from .gated import (
     gated,
     geglu,
@@ -29,6 +32,7 @@ from .gated import (
 )
 from .layer_norm import add_layer_norm, layer_norm
 from .rms_norm import add_rms_norm, rms_norm
+from .rotary import apply_rotary_pos_emb, qk_norm_rotary, rotary
 from .softmax import log_softmax, softmax
 
 __all__ = [
@@ -59,6 +63,15 @@ __all__ = [
     "swiglu",
     "geglu",
     "reglu",
+    "apply_rotary_pos_emb",
+    "rotary",
+    "qk_norm_rotary",
+    "cross_entropy",
+    "vocab_parallel_cross_entropy",
+    "distillation_kl",
+    "distillation_jsd",
+    "dropout",
+    "dropout_add",
     "layers",
     "report",
 ]
