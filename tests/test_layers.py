@@ -40,6 +40,27 @@ class Olmo2RMSNorm(LlamaRMSNorm):
         return (self.weight * h).to(hidden_states.dtype)
 
 
+class Qwen3_5RMSNorm(nn.Module):
+    """Scales by 1 + weight."""
+
+    def __init__(self, size):
+        super().__init__()
+        self.weight, self.eps = nn.Parameter(torch.randn(size)), 1e-6
+
+    def forward(self, x):
+        h = x.float()
+        h = h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + self.eps)
+        return (h * (1.0 + self.weight.float())).type_as(x)
+
+
+class ApplyRotary(nn.Module):
+    """transformers' function, as its decorator wraps it."""
+
+    def forward(self, q, k, cos, sin, unsqueeze_dim=1):
+        cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
+        return tuple(x * cos + torch.cat([-x.chunk(2, -1)[1], x.chunk(2, -1)[0]], -1) * sin for x in (q, k))
+
+
 class QuickGELUActivation(nn.Module):
     def forward(self, input):
         return input * torch.sigmoid(1.702 * input)
@@ -72,6 +93,7 @@ class GeluTanhAndMul(Gated):
 # Layer name -> a module that it replaces.
 CASES = {
     "RMSNorm": [lambda: LlamaRMSNorm(24), lambda: Olmo2RMSNorm(24), lambda: nn.RMSNorm(24)],
+    "RMSNormZeroCentered": [lambda: Qwen3_5RMSNorm(24)],
     "LayerNorm": [
         lambda: nn.LayerNorm(24),
         lambda: nn.LayerNorm(24, elementwise_affine=False),
@@ -135,7 +157,23 @@ def test_kernelize(kernel, device, monkeypatch, layer, mode):
 
 def test_every_layer_has_a_case(kernel):
     layers = {n for n, v in vars(kernel.layers).items() if isinstance(v, type) and issubclass(v, nn.Module)}
-    assert layers == set(CASES)
+    assert layers == {*CASES, "apply_rotary_transformers"}
+
+
+@pytest.mark.parametrize("mode", MODES, ids=str)
+def test_kernelize_rotary(kernel, device, monkeypatch, mode):
+    q, k = (tensor((2, heads, 5, 8), torch.float32, device).requires_grad_() for heads in (4, 2))
+    angles = torch.rand(2, 5, 4, device=device).repeat(1, 1, 2) * 6
+    tables = angles.cos(), angles.sin()
+    before = ApplyRotary()(q, k, *tables)
+    grads = [torch.randn_like(t) for t in before]
+    module = kernelized(ApplyRotary(), "apply_rotary_transformers", mode, device, monkeypatch)
+    assert is_ours(module, kernel)
+    after = module(q, k, *tables, unsqueeze_dim=1)
+    for a, b in zip(after, before):
+        assert_close(a, b.double(), ulps=8)
+    for a, b in zip(torch.autograd.grad(after, (q, k), grads), torch.autograd.grad(before, (q, k), grads)):
+        assert_close(a, b.double(), ulps=8)
 
 
 def test_casting_by_class(kernel, device, monkeypatch):

@@ -11,6 +11,7 @@ from .activations import gelu, quick_gelu, silu
 from .gated import gelu_and_mul, gelu_tanh_and_mul, silu_and_mul
 from .layer_norm import layer_norm
 from .rms_norm import rms_norm
+from .rotary import apply_rotary_pos_emb
 from .softmax import softmax
 
 # Classes of transformers that multiply by the weight in float32 and round once. The others that go by the name
@@ -47,6 +48,16 @@ class RMSNorm(nn.Module):
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         eps = self.variance_epsilon if hasattr(self, "variance_epsilon") else self.eps
         return rms_norm(hidden_states, self.weight, eps, casting=_casting(type(self)))
+
+
+class RMSNormZeroCentered(nn.Module):
+    """transformers' norms that scale by 1 + weight (Qwen3.5)."""
+
+    has_backward = True
+    can_torch_compile = True
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return rms_norm(x, self.weight, self.eps, offset=1.0)
 
 
 class LayerNorm(nn.Module):
@@ -142,3 +153,13 @@ class GeluTanhAndMul(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return gelu_tanh_and_mul(x)
+
+
+class apply_rotary_transformers(nn.Module):
+    """transformers' apply_rotary_pos_emb, under the layer name "rotary_pos_emb"; partial where cos is narrower."""
+
+    has_backward = True
+    can_torch_compile = True
+
+    def forward(self, q, k, cos, sin, unsqueeze_dim=1):
+        return apply_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim)
