@@ -50,7 +50,8 @@ def differentiable(op, reference, setup_context=None, backward=None, *, like=Non
         reference: the same arguments to the same results in differentiable PyTorch; what the op computes where there
             are no kernels.
         setup_context, backward: as of torch.autograd.Function; left out, the derivative is that of the reference.
-        like: the position of the argument that results lie like, as of torch.empty_like; None: they are contiguous.
+        like: what results of its shape lie like, as of torch.empty_like: an argument's position, or a function of the
+            arguments. Others, and all where it is None, are contiguous.
         rowwise: given op's arguments, the positions of those tensors whose leading dimensions are independent rows.
             Under vmap one launch serves the batch when it is these that are batched; else the batch is looped over.
     Returns:
@@ -66,7 +67,7 @@ def differentiable(op, reference, setup_context=None, backward=None, *, like=Non
         if use_kernel(args[0]):
             return body(*args)
         results = reference(*args)
-        model = None if like is None else args[like]
+        model = None if like is None else like(*args) if callable(like) else args[like]
         return tuple(_lay(t, model) for t in results) if isinstance(results, tuple) else _lay(results, model)
 
     op.register_kernel("cpu")(direct)
@@ -100,7 +101,7 @@ def differentiable(op, reference, setup_context=None, backward=None, *, like=Non
 
 
 def _lay(t, model):
-    if model is None:
+    if model is None or t.shape != model.shape:
         return t.contiguous()
     out = torch.empty_like(model, dtype=t.dtype)
     return t if t.stride() == out.stride() else out.copy_(t)
