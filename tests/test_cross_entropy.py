@@ -96,8 +96,8 @@ def test_strides(family, device, on_kernels, layout, shape):
     versus = None if on_kernels else F.cross_entropy  # torch's, which serves the other path, is less accurate
     x = tensor(shape, torch.float32, device, layout)
     t = labels((shape[0], *shape[2:]), shape[1], device)
-    if layout == "transposed":
-        t = t.t().contiguous().t() if t.dim() == 2 else t
+    if layout != "contiguous":
+        t = torch.stack([t, t + 1000], -1)[..., 0]
     dloss = tensor(t.shape, torch.float32, device, layout)
     for options in ({"reduction": "none"}, {"label_smoothing": 0.1, "reduction": "none"}):
         check(family.cross_entropy, family.cross_entropy_reference, x, t, grads=[dloss], versus=versus, **options)
@@ -139,14 +139,14 @@ def test_empty(family, device, shape, reduction):
 
 def test_special_values(family, device):
     """NaN and inf where torch has them, loss and gradient, whatever the options."""
-    x = torch.randn(9, 700)
+    x = torch.randn(10, 700)
     x[0, 3], x[1, 2], x[2], x[3, 4] = INF, NAN, -INF, -INF
     x[4, :3], x[5], x[6, 0], x[7, 0], x[7, 1] = 1e8, LOWEST, LOWEST, -2200.0, 890.0
-    x[8, ::2] = -INF
-    x, t = x.to(device), torch.tensor([1, 2, 3, 4, 1, 2, 0, 0, 5], device=device)
+    x[8, ::2], x[9, 1] = -INF, 2e35
+    x, t = x.to(device), torch.tensor([1, 2, 3, 4, 1, 2, 0, 0, 5, 1], device=device)
     weight = torch.rand(700).to(device)
-    soft = torch.softmax(torch.randn(9, 700), -1).to(device)
-    ones = torch.ones(9, device=device)
+    soft = torch.softmax(torch.randn(10, 700), -1).to(device)
+    ones = torch.ones(10, device=device)
     for target, kw in ((t, {}), (t, {"label_smoothing": 0.1}), (t, {"weight": weight}), (soft, {})):
         kw = {**kw, "reduction": "none"}
         (loss,), grads = evaluate(family.cross_entropy, (x, target), kw, [ones])
@@ -184,7 +184,7 @@ def test_ignored_rows(family, device):
     t = torch.tensor([7, 3, 0, 3, 39], device=device)
     counted = torch.tensor([0, 2, 4], device=device)
     for reduction in ("mean", "sum", "none"):
-        kw = {"ignore_index": 3, "reduction": reduction, "label_smoothing": 0.1, "z_loss": 0.1}
+        kw = {"ignore_index": 3, "reduction": reduction, "label_smoothing": 0.1, "z_loss": 0.1, "softcap": 5.0}
         for aux in (False, True):
             y = x.clone().requires_grad_()
             loss = family.cross_entropy(y, t, return_aux=aux, **kw)
@@ -242,7 +242,7 @@ def test_mixed_dtypes(family, device):
 def test_aux(family, device):
     x, t = tensor((5, 30), torch.float32, device), labels((5,), 30, device)
     t[1], t[2] = x[1].argmax(), x[2].argmin()
-    t[3] = t[4] = x[3:].argmax(-1)[0]
+    t[3], t[4] = x[3].argmax(), x[4].topk(2).indices[1]
     for reduction in ("mean", "sum", "none"):
         aux = family.cross_entropy(x, t, reduction=reduction, z_loss=0.5, return_aux=True)
         plain, counted = family.cross_entropy(x, t, reduction=reduction), t != -100
@@ -259,6 +259,9 @@ def test_aux(family, device):
     wide[0, soft[0].argmax()] = 50.0
     aux = family.cross_entropy(wide, soft, reduction="none", return_aux=True)
     assert torch.equal(aux.accuracy, (wide.argmax(-1) == soft.argmax(-1)).float()) and aux.accuracy[0] == 1
+    wide[1, 5] = wide[1, 5 + 4096] = wide[2, 7] = wide[2, 7 + 4096] = 50.0  # of equal logits, either is the largest
+    soft[1, 5], soft[2, 7 + 4096] = 1.0, 1.0
+    assert family.cross_entropy(wide, soft, reduction="none", return_aux=True).accuracy.tolist() == [1, 1, 1, 0, 0]
     assert (family.cross_entropy(x, t, return_aux=True).z_loss == 0).all()
 
 

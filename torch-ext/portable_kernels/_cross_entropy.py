@@ -59,16 +59,16 @@ def _bwd_reference(
 ):
     compute = stats.dtype
     soft = target.is_floating_point()
-    z = _logits_reference(x, cap, scale, compute)
     t = _soft_target(x, target, weight, dim, keep, uniform, compute)
     if not soft:
         counted, valid, index = _index(x, target, dim, ignore_index)
         dloss = torch.where(counted, dloss, 0.0)
         dead = (~counted if dlse is None else ~counted & (dlse == 0)).unsqueeze(dim)
-        z = torch.where(dead & ~z.isfinite(), 0.0, z)
+        x = torch.where(dead & ~x.isfinite(), 0.0, x)
         classes = _classwise(torch.arange(x.shape[dim], device=x.device), dim)
         at_label = (classes == index.unsqueeze(dim)) & valid.unsqueeze(dim)
         t = t + at_label.to(compute) * (keep * (1.0 if weight is None else weight.to(compute)[index].unsqueeze(dim)))
+    z = _logits_reference(x, cap, scale, compute)
     if partial:  # of all ranks: x's own would not do
         peak, log_total, mass = (s.unsqueeze(dim) for s in stats.unbind(-1)[:3])
         logp = (z - peak) - log_total
@@ -267,7 +267,7 @@ def _cross_entropy_bwd_kernel(
     peak = tl.load(stats_ptr + out_m * 4, mask=live, other=0.0)[:, None]
     log_total = tl.load(stats_ptr + out_m * 4 + 1, mask=live, other=0.0)[:, None]
     mask = mask_m[:, None] & (cols < N)[None, :]
-    reads = mask & live[:, None]  # an ignored row is not read, and its gradient is 0 whatever it holds
+    reads = mask & live[:, None]  # an ignored row is not read: it is one of -inf with a g of 0, so its gradient is 0
     x = tl.load(at(x_ptr, x_strides, a, b, offs_m, cols), mask=reads, other=float("-inf")).to(COMPUTE)
     z = _logits(x, scale, cap, reads)
     dx = tl.exp((z - peak) - log_total) * g[:, None]
@@ -284,7 +284,6 @@ def _cross_entropy_bwd_kernel(
     if cap is not None:
         e = tl.exp(-2.0 * tl.abs(x * scale / cap))
         dx *= 4.0 * e / ((1.0 + e) * (1.0 + e))  # not 1 - tanh^2, of which little is left far out
-    dx = tl.where(live[:, None], dx, 0.0)
     tl.store(at(dx_ptr, dx_strides, a, b, offs_m, cols), round_to(dx, dx_ptr.dtype.element_ty), mask=mask)
     if dt_ptr is not None:
         dt = ((peak - z) + log_total) * (keep * dloss)[:, None]

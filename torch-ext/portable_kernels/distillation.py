@@ -198,7 +198,7 @@ def _distillation_bwd_kernel(
     g = dloss_ptr + a * dloss_strides[0] + b * dloss_strides[1] + offs_m * dloss_strides[2]
     g = (tl.load(g, mask=counted, other=0.0).to(COMPUTE) * factor)[:, None]
     mask_n = (cols < N)[None, :]
-    mask = counted[:, None] & mask_n
+    mask = counted[:, None] & mask_n  # an ignored row is not read: p, q and g are 0 there, and so is its gradient
     x, t = _load_pair(x_ptr, x_strides, t_ptr, t_strides, a, b, offs_m, cols, mask, inverse, COMPUTE)
     logp = (x - tl.load(out, mask=counted, other=0.0)[:, None]) - tl.load(out + 1, mask=counted, other=0.0)[:, None]
     logq = (t - tl.load(out + 2, mask=counted, other=0.0)[:, None]) - tl.load(out + 3, mask=counted, other=0.0)[:, None]
@@ -209,14 +209,14 @@ def _distillation_bwd_kernel(
             dx = tl.where(p != 0, p * (term_p - tl.load(out + 4, mask=counted, other=0.0)[:, None]), 0.0)
         else:
             dx = p - q
-        dx = tl.where(mask, g * dx, 0.0)  # an ignored row is not read, and its gradient is 0 whatever it holds
+        dx *= g
         tl.store(
             at(dx_ptr, dx_strides, a, b, offs_m, cols), round_to(dx, dx_ptr.dtype.element_ty),
             mask=mask_m[:, None] & mask_n,
         )  # fmt: skip
     if dt_ptr is not None:
         dt = tl.where(q != 0, q * (term_q - tl.load(out + 5, mask=counted, other=0.0)[:, None]), 0.0)
-        dt = tl.where(mask, g * dt, 0.0)
+        dt *= g
         tl.store(
             at(dt_ptr, dt_strides, a, b, offs_m, cols), round_to(dt, dt_ptr.dtype.element_ty),
             mask=mask_m[:, None] & mask_n,
