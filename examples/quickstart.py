@@ -54,6 +54,8 @@ TORCH_COMPOSES = {
     "reglu": lambda gate, up: F.relu(gate) * up,
     "distillation_kl": lambda x, teacher, reduction: divergence(x, teacher),
     "distillation_jsd": lambda x, teacher, reduction: jensen_shannon(x, teacher),
+    "bias_act": lambda x, bias, activation: getattr(F, activation)(x + bias),
+    "residual_scale_add": lambda x, residual, scale: residual + x * scale,
     "apply_rotary_pos_emb": lambda q, k, cos, sin: (rotated(q, cos, sin), rotated(k, cos, sin)),
     "rotary": lambda x, cos, sin: rotated(x, cos, sin),
     "qk_norm_rotary": lambda q, k, q_weight, k_weight, cos, sin: tuple(
@@ -113,7 +115,7 @@ def arguments(rows, columns, dtype, device):
     names = ("x", "residual", "gate", "up")
     drawn = {name: 3 * torch.randn(rows, columns, device=device, dtype=dtype) for name in names}
     drawn["weight"], drawn["bias"] = torch.randn(2, columns, device=device, dtype=dtype)
-    drawn["teacher"] = drawn["residual"]
+    drawn["teacher"], drawn["scale"] = drawn["residual"], drawn["weight"]
     D = 64  # rows as tokens, columns as heads
     drawn["q"], drawn["k"] = (drawn[n].view(1, rows, -1, D).transpose(1, 2) for n in ("gate", "up"))
     drawn["q_weight"], drawn["k_weight"] = torch.randn(2, D, device=device, dtype=dtype)

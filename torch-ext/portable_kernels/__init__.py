@@ -18,6 +18,7 @@ from .activations import (
 from .cross_entropy import cross_entropy, vocab_parallel_cross_entropy
 from .distillation import distillation_jsd, distillation_kl
 from .dropout import dropout, dropout_add
+from .epilogues import bias_act, residual_scale_add
 from .gated import (
     gated,
     geglu,
@@ -63,6 +64,8 @@ __all__ = [
     "swiglu",
     "geglu",
     "reglu",
+    "bias_act",
+    "residual_scale_add",
     "apply_rotary_pos_emb",
     "rotary",
     "qk_norm_rotary",
