@@ -1,0 +1,529 @@
+"""Kernels of reductions.py: how they walk x, the states of their lanes, and how splits of a row come together.
+
+A kernel walks BLOCK_M rows in steps of BLOCK_R * BLOCK_N lanes and keeps one running state a lane: a sum, the best so
+far, mean and squared deviations (Welford 1962; Chan, Golub and LeVeque 1979), or maximum and scaled sum (Milakov and
+Gimelshein 2018). Lanes merge at the end, in a fixed order. Where there are too few rows to fill the device, several
+programs share a row, and a second kernel merges their states.
+"""
+
+import functools
+from typing import NamedTuple
+
+import torch
+
+from ._device import facts, launch
+from ._rows import collapse, compute_dtype, row_index
+from ._triton import cdiv, next_power_of_2, round_to, scalar, tl, triton, triton_dtype
+
+_INF = float("inf")
+
+
+class Kind(NamedTuple):
+    """How terms are made, combined and finished, and how many numbers a row the backward needs."""
+
+    COMBINE: str
+    MAP: str = ""
+    FINISH: str = ""
+    stats: int = 0
+
+
+KINDS = {
+    "sum": Kind("sum"),
+    "mean": Kind("sum", FINISH="mean"),
+    "amax": Kind("max", stats=2),  # value, ties
+    "amin": Kind("min", stats=2),
+    "argmax": Kind("argmax"),
+    "argmin": Kind("argmin"),
+    "var": Kind("moments", FINISH="var", stats=3),  # shift, mean - shift, result
+    "std": Kind("moments", FINISH="std", stats=3),
+    "logsumexp": Kind("logsumexp", stats=2),  # maximum, logarithm of the scaled sum
+    "norm_0": Kind("sum", "nonzero"),
+    "norm_1": Kind("sum", "abs"),
+    "norm_2": Kind("sum", "square", "sqrt", stats=1),  # the norm
+    "norm_p": Kind("sum", "power", "root", stats=1),
+    "norm_inf": Kind("max", "abs", stats=2),  # the norm, ties
+    "norm_-inf": Kind("min", "abs", stats=2),
+}
+
+
+class Layout(NamedTuple):
+    """A, B and M are kept, R and N reduced. strides: of one (a, b, m, r, n) for each operand."""
+
+    A: int
+    B: int
+    M: int
+    R: int
+    N: int
+    strides: tuple
+
+    @property
+    def rows(self):
+        return self.A * self.B * self.M
+
+    def blocks(self, block_m):
+        return self.A * self.B * cdiv(self.M, block_m)
+
+
+@functools.lru_cache(4096)
+def layout_of(shape, dims, *strides):
+    """How to walk operands of these strides, and last a contiguous result; None where the dimensions do not collapse.
+
+    Kept and reduced dimensions are each taken in the order in which they lie in the first operand. An operand of the
+    result's shape has strides 0 where x is reduced.
+    """
+    reduced = [d % len(shape) for d in dims]
+    kept = [d for d in range(len(shape)) if d not in reduced]
+    step, result = 1, [0] * len(shape)
+    for d in reversed(kept):
+        result[d] = step
+        step *= shape[d]
+    strides = (*strides, tuple(result))
+    sizes, steps = [], [()] * len(strides)
+    for group, most in ((kept, 3), (reduced, 2)):
+        found, merged = collapse(shape, strides, sorted(group, key=lambda d: -strides[0][d]))
+        lead = most - len(found)
+        if lead < 0:
+            return None
+        sizes += [1] * lead + list(found)
+        steps = [s + (0,) * lead + m for s, m in zip(steps, merged)]
+    return Layout(*sizes, tuple(steps))
+
+
+def reduced_last(x, dims):
+    """(x with the reduced dimensions last and as one, which `layout_of` always takes; the order they were put in).
+
+    A copy, once, for layouts that no model has been seen to make.
+    """
+    reduced = [d % x.dim() for d in dims]
+    order = [d for d in range(x.dim()) if d not in reduced] + reduced
+    return x.permute(order).contiguous().flatten(x.dim() - len(dims)), order
+
+
+class Plan(NamedTuple):
+    BLOCK_M: int
+    BLOCK_R: int
+    BLOCK_N: int
+    num_warps: int
+
+
+@functools.lru_cache(4096)
+def plan_tiles(layout, multiprocessors):
+    """(tiles, steps of a row, steps of a split, splits). All sizes are untuned."""
+    _, _, M, R, N, strides = layout
+    _, _, stride_m, _, stride_n = strides[0]
+    width = next_power_of_2(R) * next_power_of_2(N)
+    lanes = 4096  # 32 elements a thread: up to eight loads of 16 bytes in flight
+    if M > 1 and 0 < stride_m < stride_n:  # dense across the rows: read in lines of BLOCK_M
+        BLOCK_M = min(next_power_of_2(M), max(128, 4096 // width), 1024)
+        lanes //= BLOCK_M
+    else:
+        BLOCK_M = min(next_power_of_2(M), max(2048 // width, 1), 512)
+    BLOCK_N = min(next_power_of_2(N), lanes)
+    BLOCK_R = min(next_power_of_2(R), lanes // BLOCK_N) if BLOCK_N >= N else 1
+    steps = cdiv(R, BLOCK_R) * cdiv(N, BLOCK_N)
+    blocks = layout.blocks(BLOCK_M)
+    splits = 1
+    if 2 * blocks <= multiprocessors:  # too few programs: make it four a multiprocessor, of two steps or more each
+        splits = max(1, min(4 * multiprocessors // blocks, steps // 2, 1024))
+    split_steps = cdiv(steps, splits)
+    return Plan(BLOCK_M, BLOCK_R, BLOCK_N, 4), steps, split_steps, cdiv(steps, split_steps)
+
+
+@triton.jit
+def _lanes(step, R, N, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr):
+    """(offs_r, offs_n, mask) of a step, (BLOCK_R * BLOCK_N,). Steps go along R first, so that a lane past the end of
+    N is idle from its first such step on: the others have all seen as many elements as there were steps."""
+    tiles_r = (R - 1) // BLOCK_R + 1
+    offs_r = tl.cast(step % tiles_r, tl.int64) * BLOCK_R
+    offs_n = tl.cast(step // tiles_r, tl.int64) * BLOCK_N
+    lane = tl.arange(0, BLOCK_R * BLOCK_N)
+    if BLOCK_R == 1:
+        return offs_r, offs_n + lane, offs_n + lane < N
+    else:
+        offs_r += lane // BLOCK_N
+        offs_n += lane % BLOCK_N
+        return offs_r, offs_n, (offs_r < R) & (offs_n < N)
+
+
+@triton.jit
+def _at(ptr, strides, a, b, offs_m, offs_r, offs_n):
+    row = ptr + a * strides[0] + b * strides[1] + offs_m * strides[2]
+    return row[:, None] + (offs_r * strides[3] + offs_n * strides[4])[None, :]
+
+
+@triton.jit
+def _term(x, p, MAP: tl.constexpr):
+    if MAP == "abs":
+        x = tl.abs(x)
+    elif MAP == "nonzero":
+        x = tl.where(x == 0, 0.0, 1.0).to(x.dtype)
+    elif MAP == "square":
+        x = x * x
+    elif MAP == "power":
+        x = tl.exp2(tl.full((), p, x.dtype) * tl.log2(tl.abs(x)))
+    return x
+
+
+@triton.jit
+def _accumulate(s0, s1, x, mask, shift, step, seen, COMBINE: tl.constexpr, TIES: tl.constexpr, COMPUTE: tl.constexpr):
+    """The states of lanes after one more element each. seen: of elements, with this one."""
+    if COMBINE == "sum":
+        s0 += x
+    elif COMBINE == "moments":
+        delta = tl.where(mask, (x - shift) - s0, 0.0)
+        change = delta * (tl.full((), 1.0, COMPUTE) / seen)
+        s0 += change
+        s1 += delta * (delta - change)
+    elif COMBINE == "logsumexp":
+        higher = x > s0
+        d = tl.where(higher, s0 - x, x - s0)
+        e = tl.exp(tl.where(x == s0, 0.0, d))  # not inf - inf
+        s1 = tl.where(higher, s1 * e + 1.0, s1 + e)
+        s0 = tl.where(higher, x, s0)
+    else:
+        if COMBINE == "min" or COMBINE == "argmin":
+            better = x < s0
+        else:
+            better = x > s0
+        if COMPUTE != tl.int64:
+            better = better | (x != x)  # NaN stays: nothing compares better than it
+        if COMBINE == "argmax" or COMBINE == "argmin":
+            s1 = tl.where(better & (s0 == s0), step, s1)
+        elif TIES:
+            s1 = tl.where(better, 1.0, s1 + tl.where(mask & (x == s0), 1.0, 0.0))
+        s0 = tl.where(better, x, s0)
+    return s0, s1
+
+
+@triton.jit
+def _merge(s0, s1, n, COMBINE: tl.constexpr, TIES: tl.constexpr, NEUTRAL: tl.constexpr, COMPUTE: tl.constexpr):
+    """The states of lanes merged into one a row. n: how many elements a lane has seen; s1 of arg...: their indices."""
+    if COMBINE == "sum":
+        r0 = tl.sum(s0, axis=1)
+        return r0, r0, r0
+    elif COMBINE == "moments":
+        total = tl.sum(n, axis=1)
+        r0 = tl.sum(s0 * (n / total[:, None]), axis=1)
+        d = s0 - r0[:, None]
+        return r0, tl.sum(tl.where(n > 0, s1 + n * d * d, 0.0), axis=1), total
+    elif COMBINE == "logsumexp":
+        r0 = tl.max(s0, axis=1)
+        d = tl.where(s0 == r0[:, None], 0.0, s0 - r0[:, None])
+        return r0, tl.sum(s1 * tl.exp(d), axis=1), r0
+    else:  # tl.max and tl.min may drop a NaN: that there is one is asked beside them
+        nan = s0 != s0
+        any_nan = tl.max(nan.to(tl.int32), axis=1) > 0
+        numbers = tl.where(nan, tl.full((1, 1), NEUTRAL, COMPUTE), s0)
+        if COMBINE == "min" or COMBINE == "argmin":
+            r0 = tl.min(numbers, axis=1)
+        else:
+            r0 = tl.max(numbers, axis=1)
+        r1 = r0
+        if COMBINE == "argmax" or COMBINE == "argmin":
+            best = (nan & any_nan[:, None]) | ((s0 == r0[:, None]) & (any_nan == 0)[:, None])
+            r1 = tl.min(tl.where(best, s1, 0x7FFFFFFFFFFFFFFF), axis=1)
+        elif TIES:
+            r1 = tl.sum(tl.where((s0 == r0[:, None]) & (any_nan == 0)[:, None], s1, 0.0), axis=1)
+        if COMPUTE != tl.int64:
+            r0 = tl.where(any_nan, float("nan"), r0)
+        return r0, r1, r0
+
+
+@triton.jit
+def _finish(
+    r0, r1, shift, count, y_ptr, stats_ptr, out, mask_m, param, COMBINE: tl.constexpr, FINISH: tl.constexpr,
+    STATS: tl.constexpr, COMPUTE: tl.constexpr,
+):  # fmt: skip
+    """Store results, and what the backward needs of each row."""
+    y = r0
+    if COMBINE == "argmax" or COMBINE == "argmin":
+        y = r1
+    elif COMBINE == "logsumexp":
+        r1 = tl.log(r1)
+        y = r0 + r1
+    elif FINISH == "mean":
+        y = r0 / count
+    elif FINISH == "sqrt":
+        y = tl.sqrt(r0)
+    elif FINISH == "root":
+        y = tl.exp2(tl.log2(r0) / tl.full((), param, COMPUTE))
+    elif COMBINE == "moments":
+        freedom = count - tl.full((), param, COMPUTE)
+        y = r1 / tl.where(freedom > 0, freedom, 0.0)
+        if FINISH == "std":
+            y = tl.sqrt(y)
+    tl.store(y_ptr + out, round_to(y, y_ptr.dtype.element_ty), mask=mask_m)
+    if stats_ptr is not None:
+        if COMBINE == "moments":
+            tl.store(stats_ptr + out * STATS, shift, mask=mask_m)
+            tl.store(stats_ptr + out * STATS + 1, r0, mask=mask_m)
+            tl.store(stats_ptr + out * STATS + 2, y, mask=mask_m)
+        elif STATS == 2:
+            tl.store(stats_ptr + out * STATS, r0, mask=mask_m)
+            tl.store(stats_ptr + out * STATS + 1, r1, mask=mask_m)
+        else:
+            tl.store(stats_ptr + out * STATS, y, mask=mask_m)
+
+
+@triton.jit(do_not_specialize=["B", "R", "rows", "steps", "split_steps"])
+def _reduction_fwd_kernel(
+    x_ptr, y_ptr, stats_ptr, s0_ptr, s1_ptr, n_ptr, B, M, R, N, rows, steps, split_steps, x_strides, y_strides, param,
+    COMBINE: tl.constexpr, FINISH: tl.constexpr, STATS: tl.constexpr, TIES: tl.constexpr, NEUTRAL: tl.constexpr,
+    COMPUTE: tl.constexpr, MAP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Results of BLOCK_M rows; or, where s0_ptr is given, the merged states of one split of their steps."""
+    a, b, offs_m = row_index(tl.program_id(0), B, M, BLOCK_M)
+    mask_m = offs_m < M
+    LANES: tl.constexpr = BLOCK_R * BLOCK_N
+    first = tl.program_id(1) * split_steps
+    shift = tl.zeros((BLOCK_M,), COMPUTE)
+    seen = tl.zeros((LANES,), COMPUTE)
+    s0 = tl.full((BLOCK_M, LANES), NEUTRAL, COMPUTE)
+    s1 = tl.zeros((BLOCK_M, LANES), COMPUTE)
+    if COMBINE == "moments":  # an element of the row, the same for every split: what it is far from has a large spread
+        shift_ptr = x_ptr + a * x_strides[0] + b * x_strides[1] + offs_m * x_strides[2]
+        shift = tl.load(shift_ptr, mask=mask_m, other=0.0).to(COMPUTE)
+    elif COMBINE == "argmax" or COMBINE == "argmin":
+        s1 = tl.zeros((BLOCK_M, LANES), tl.int32) + first
+    for step in range(first, tl.minimum(first + split_steps, steps)):
+        offs_r, offs_n, mask_k = _lanes(step, R, N, BLOCK_R, BLOCK_N)
+        mask = mask_m[:, None] & mask_k[None, :]
+        x = tl.load(_at(x_ptr, x_strides, a, b, offs_m, offs_r, offs_n), mask=mask, other=0).to(COMPUTE)
+        x = _term(x, param, MAP)
+        # Past the end, what changes no state. Not as the load's fill: int8 cannot hold that of int64, and 0^-1 is inf.
+        if COMBINE == "logsumexp":
+            x = tl.where(mask, x, float("-inf"))
+        elif NEUTRAL != 0 or MAP == "power":
+            x = tl.where(mask, x, tl.full((1, 1), NEUTRAL, COMPUTE))
+        s0, s1 = _accumulate(s0, s1, x, mask, shift[:, None], step, step - first + 1, COMBINE, TIES, COMPUTE)
+        if COMBINE == "moments":
+            seen += mask_k.to(COMPUTE)
+    if COMBINE == "argmax" or COMBINE == "argmin":  # one dimension is reduced: R = 1
+        s1 = s1.to(tl.int64) * BLOCK_N + tl.arange(0, LANES)[None, :]
+    r0, r1, n = _merge(s0, s1, seen[None, :], COMBINE, TIES, NEUTRAL, COMPUTE)
+    if s0_ptr is None:
+        out = a * y_strides[0] + b * y_strides[1] + offs_m * y_strides[2]
+        count = (tl.full((), 0.0, COMPUTE) + R) * N
+        _finish(r0, r1, shift, count, y_ptr, stats_ptr, out, mask_m, param, COMBINE, FINISH, STATS, COMPUTE)
+    else:
+        part = tl.cast(tl.program_id(1), tl.int64) * rows + (a * B + b) * M + offs_m
+        tl.store(s0_ptr + part, r0, mask=mask_m)
+        if s1_ptr is not None:
+            tl.store(s1_ptr + part, r1, mask=mask_m)
+        if n_ptr is not None:
+            tl.store(n_ptr + part, tl.zeros((BLOCK_M,), COMPUTE) + n, mask=mask_m)
+
+
+@triton.jit(do_not_specialize=["B", "R", "rows", "splits"])
+def _reduction_fwd_kernel_splits(
+    x_ptr, y_ptr, stats_ptr, s0_ptr, s1_ptr, n_ptr, B, M, R, N, rows, splits, x_strides, y_strides, param,
+    COMBINE: tl.constexpr, FINISH: tl.constexpr, STATS: tl.constexpr, TIES: tl.constexpr, NEUTRAL: tl.constexpr,
+    COMPUTE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_S: tl.constexpr,
+):  # fmt: skip
+    """Results from the states of splits."""
+    a, b, offs_m = row_index(tl.program_id(0), B, M, BLOCK_M)
+    mask_m = offs_m < M
+    offs_s = tl.arange(0, BLOCK_S)
+    mask = mask_m[:, None] & (offs_s < splits)[None, :]
+    part = ((a * B + b) * M + offs_m)[:, None] + tl.cast(offs_s, tl.int64)[None, :] * rows
+    shift = tl.zeros((BLOCK_M,), COMPUTE)
+    s0 = tl.load(s0_ptr + part, mask=mask, other=0)
+    s0 = tl.where(mask, s0, tl.full((1, 1), NEUTRAL, COMPUTE))
+    s1 = s0
+    n = s0
+    if s1_ptr is not None:
+        s1 = tl.load(s1_ptr + part, mask=mask, other=0)
+    if COMBINE == "moments":
+        n = tl.load(n_ptr + part, mask=mask, other=0.0)
+        n = tl.where(mask_m[:, None], n, 1.0)  # not 0 / 0
+        shift_ptr = x_ptr + a * x_strides[0] + b * x_strides[1] + offs_m * x_strides[2]
+        shift = tl.load(shift_ptr, mask=mask_m, other=0.0).to(COMPUTE)
+    elif COMBINE == "argmax" or COMBINE == "argmin":
+        s1 = tl.where(mask, s1, 0x7FFFFFFFFFFFFFFF)
+    r0, r1, n = _merge(s0, s1, n, COMBINE, TIES, NEUTRAL, COMPUTE)
+    out = a * y_strides[0] + b * y_strides[1] + offs_m * y_strides[2]
+    count = (tl.full((), 0.0, COMPUTE) + R) * N
+    _finish(r0, r1, shift, count, y_ptr, stats_ptr, out, mask_m, param, COMBINE, FINISH, STATS, COMPUTE)
+
+
+@triton.jit(do_not_specialize=["B", "R", "steps"])
+def _reduction_bwd_kernel(
+    x_ptr, dx_ptr, dy_ptr, stats_ptr, B, M, R, N, steps, x_strides, dx_strides, dy_strides, y_strides, param, factor,
+    KIND: tl.constexpr, STATS: tl.constexpr, COMPUTE: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """dx of one tile. param: a norm's p; factor: of var and std, 2 over the degrees of freedom."""
+    pid = tl.program_id(0)
+    a, b, offs_m = row_index(pid // steps, B, M, BLOCK_M)
+    mask_m = offs_m < M
+    offs_r, offs_n, mask_k = _lanes(pid % steps, R, N, BLOCK_R, BLOCK_N)
+    mask = mask_m[:, None] & mask_k[None, :]
+    x = tl.load(_at(x_ptr, x_strides, a, b, offs_m, offs_r, offs_n), mask=mask, other=0.0).to(COMPUTE)
+    g_ptr = dy_ptr + a * dy_strides[0] + b * dy_strides[1] + offs_m * dy_strides[2]
+    g = tl.load(g_ptr, mask=mask_m, other=0.0).to(COMPUTE)[:, None]
+    if STATS > 0:
+        stat_ptr = stats_ptr + (a * y_strides[0] + b * y_strides[1] + offs_m * y_strides[2]) * STATS
+        s0 = tl.load(stat_ptr, mask=mask_m, other=1.0)[:, None]
+    if STATS > 1:
+        s1 = tl.load(stat_ptr + 1, mask=mask_m, other=1.0)[:, None]
+    sign = tl.where(x > 0, 1.0, tl.where(x < 0, -1.0, 0.0))
+    if KIND == "amax" or KIND == "amin":
+        dx = tl.where(x == s0, 1.0, 0.0) * (g / s1)
+    elif KIND == "norm_inf" or KIND == "norm_-inf":
+        dx = tl.where(tl.abs(x) == s0, sign * (g / s1), 0.0)
+    elif KIND == "logsumexp":
+        dx = g * tl.exp((x - s0) - s1)
+    elif KIND == "var" or KIND == "std":
+        g = g * tl.full((), factor, COMPUTE)
+        if KIND == "std":
+            s2 = tl.load(stat_ptr + 2, mask=mask_m, other=1.0)[:, None]
+            g = tl.where(s2 == 0, 0.0, 0.5 * g / s2)
+        dx = ((x - s0) - s1) * g
+    elif KIND == "norm_1":
+        dx = sign * g
+    elif KIND == "norm_2":
+        dx = tl.where(s0 == 0, 0.0, x / s0 * g)
+    else:
+        p = tl.full((1, 1), param, COMPUTE)
+        dx = sign * tl.exp2((p - 1.0) * tl.log2(tl.abs(x) / s0)) * g
+        dx = tl.where((s0 == 0) | ((x == 0) & (p < 1.0)), 0.0, tl.where(x != x, x, dx))
+    tl.store(_at(dx_ptr, dx_strides, a, b, offs_m, offs_r, offs_n), round_to(dx, dx_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=["B", "rows", "steps", "split_steps"])
+def _cumsum_fwd_kernel(
+    x_ptr, y_ptr, sums_ptr, B, M, N, rows, steps, split_steps, x_strides, y_strides,
+    REVERSE: tl.constexpr, COMPUTE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_S: tl.constexpr,
+):  # fmt: skip
+    """Running sums of one split of the steps of BLOCK_M rows. sums_ptr: the sum of each split, where there are more."""
+    a, b, offs_m = row_index(tl.program_id(0), B, M, BLOCK_M)
+    mask_m = offs_m < M
+    split = tl.program_id(1)
+    carry = tl.zeros((BLOCK_M,), COMPUTE)
+    if sums_ptr is not None:
+        offs_s = tl.arange(0, BLOCK_S)
+        others = (offs_s > split) & (offs_s < tl.num_programs(1)) if REVERSE else offs_s < split
+        part = ((a * B + b) * M + offs_m)[:, None] + tl.cast(offs_s, tl.int64)[None, :] * rows
+        carry += tl.sum(tl.load(sums_ptr + part, mask=mask_m[:, None] & others[None, :], other=0), axis=1)
+    low = tl.zeros((BLOCK_M,), COMPUTE)  # what additions to carry have rounded away (Knuth's two-sum)
+    first = split * split_steps
+    last = tl.minimum(first + split_steps, steps)
+    for i in range(first, last):
+        step = first + last - 1 - i if REVERSE else i
+        offs_r, offs_n, mask_n = _lanes(step, 1, N, 1, BLOCK_N)
+        mask = mask_m[:, None] & mask_n[None, :]
+        x = tl.load(_at(x_ptr, x_strides, a, b, offs_m, offs_r, offs_n), mask=mask, other=0).to(COMPUTE)
+        y = tl.cumsum(x, axis=1, reverse=REVERSE)
+        out_ptr = _at(y_ptr, y_strides, a, b, offs_m, offs_r, offs_n)
+        tl.store(out_ptr, round_to((y + low[:, None]) + carry[:, None], y_ptr.dtype.element_ty), mask=mask)
+        # Not the sum of x: `carry += tl.sum(x)` is refused by the compiler in float64.
+        last_lane = tl.arange(0, BLOCK_N) == (0 if REVERSE else BLOCK_N - 1)
+        total = tl.sum(tl.where(last_lane[None, :], y, 0), axis=1)
+        before = carry
+        carry = before + total
+        change = carry - before
+        lost = (before - (carry - change)) + (total - change)
+        low += tl.where(lost == lost, lost, 0)  # NaN where the sum is inf
+
+
+def _neutral(combine, compute):
+    """The state that changes no other. Of logsumexp the lowest number: -inf would come to -inf - -inf (softmax.py)."""
+    if combine == "logsumexp":
+        return torch.finfo(compute).min
+    if combine in ("max", "argmax"):
+        return -_INF if compute.is_floating_point else torch.iinfo(compute).min
+    if combine in ("min", "argmin"):
+        return _INF if compute.is_floating_point else torch.iinfo(compute).max
+    return 0
+
+
+def _bytes(t):
+    return t.view(torch.uint8) if t is not None and t.dtype == torch.bool else t
+
+
+def _reduce_layout(x, y, stats, layout, kind, param, compute):
+    """Launch over a layout: into y and stats, or, with y None, into the states of splits, which are returned."""
+    kind, device = KINDS[kind], x.device
+    plan, steps, split_steps, splits = plan_tiles(layout, facts(device).multiprocessors)
+    ties = stats is not None and kind.COMBINE in ("max", "min")
+    s0 = s1 = n = None
+    if splits > 1:
+        s0 = torch.empty((splits, layout.rows), dtype=compute, device=device)
+        if kind.COMBINE in ("argmax", "argmin"):
+            s1 = torch.empty(s0.shape, dtype=torch.int64, device=device)
+        elif kind.COMBINE in ("moments", "logsumexp") or ties:
+            s1 = torch.empty_like(s0)
+        n = torch.empty_like(s0) if kind.COMBINE == "moments" else None
+    sizes = layout.B, layout.M, layout.R, layout.N, layout.rows
+    rest = layout.strides[0], layout.strides[-1], scalar(param, compute)
+    options = {
+        "COMBINE": kind.COMBINE, "FINISH": kind.FINISH, "STATS": kind.stats, "TIES": ties,
+        "NEUTRAL": _neutral(kind.COMBINE, compute), "COMPUTE": triton_dtype(compute),
+    }  # fmt: skip
+    args = (_bytes(x), _bytes(y), stats, s0, s1, n, *sizes)
+    grid = layout.blocks(plan.BLOCK_M), splits
+    launch(
+        _reduction_fwd_kernel, grid, device, (*args, steps, split_steps, *rest),
+        **options, MAP=kind.MAP, **plan._asdict(),
+    )  # fmt: skip
+    if y is not None and splits > 1:
+        BLOCK_S = next_power_of_2(splits)
+        BLOCK_M = min(next_power_of_2(layout.M), max(2048 // BLOCK_S, 1))
+        launch(
+            _reduction_fwd_kernel_splits, (layout.blocks(BLOCK_M),), device, (*args, splits, *rest),
+            **options, BLOCK_M=BLOCK_M, BLOCK_S=BLOCK_S, num_warps=4,
+        )  # fmt: skip
+    return s0
+
+
+def reduce(x, dims, y, stats, kind, param, compute):
+    """Reduce x, which is not empty, into the contiguous y and stats (or None)."""
+    layout = layout_of(x.shape, dims, x.stride())
+    if layout is None:
+        x, _ = reduced_last(x, dims)
+        layout = layout_of(x.shape, (-1,), x.stride())
+    _reduce_layout(x, y, stats, layout, kind, param, compute)
+
+
+def reduce_backward(dy, x, stats, dims, dx, kind, param, factor):
+    """The gradient of x into dx. dy: with the reduced dimensions, of size 1, in place."""
+    dy_strides = tuple(0 if d - x.dim() in dims else s for d, s in enumerate(dy.stride()))
+    layout = layout_of(x.shape, dims, x.stride(), dx.stride(), dy_strides)
+    if layout is None:
+        moved, order = reduced_last(x, dims)
+        dx_moved = torch.empty_like(moved)
+        dy = dy.permute(order).contiguous().view(*moved.shape[:-1], 1)
+        reduce_backward(dy, moved, stats, (-1,), dx_moved, kind, param, factor)
+        dx.permute(order).copy_(dx_moved.view([x.shape[d] for d in order]))
+        return
+    compute = compute_dtype(dy, x, stats)
+    plan, steps, _, _ = plan_tiles(layout, facts(x.device).multiprocessors)
+    launch(
+        _reduction_bwd_kernel,
+        (layout.blocks(plan.BLOCK_M) * steps,),
+        x.device,
+        (x, dx, dy, stats, layout.B, layout.M, layout.R, layout.N, steps, *layout.strides,
+         scalar(param, compute), scalar(factor, compute)),
+        KIND=kind, STATS=KINDS[kind].stats, COMPUTE=triton_dtype(compute), **plan._asdict(),
+    )  # fmt: skip
+
+
+def scan(x, dim, y, reverse, compute):
+    """Running sums of x, which is not empty, along `dim` into the contiguous y."""
+    dims = (dim,) if x.dim() else ()
+    layout = layout_of(x.shape, dims, x.stride(), y.stride())
+    if layout is None:
+        x = x.contiguous()
+        layout = layout_of(x.shape, dims, x.stride(), y.stride())
+    plan, steps, split_steps, splits = plan_tiles(layout, facts(x.device).multiprocessors)
+    sums = None
+    if splits > 1:
+        sums = _reduce_layout(x, None, None, layout, "sum", 0.0, compute)
+    launch(
+        _cumsum_fwd_kernel,
+        (layout.blocks(plan.BLOCK_M), splits),
+        x.device,
+        (_bytes(x), y, sums, layout.B, layout.M, layout.N, layout.rows, steps, split_steps, *layout.strides[:2]),
+        REVERSE=reverse, COMPUTE=triton_dtype(compute), BLOCK_M=plan.BLOCK_M, BLOCK_N=plan.BLOCK_N,
+        BLOCK_S=next_power_of_2(splits), num_warps=plan.num_warps,
+    )  # fmt: skip
