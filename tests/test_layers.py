@@ -92,7 +92,13 @@ class GeluTanhAndMul(Gated):
 
 # Layer name -> a module that it replaces.
 CASES = {
-    "RMSNorm": [lambda: LlamaRMSNorm(24), lambda: Olmo2RMSNorm(24), lambda: nn.RMSNorm(24)],
+    "RMSNorm": [
+        lambda: LlamaRMSNorm(24),
+        lambda: Olmo2RMSNorm(24),
+        lambda: nn.RMSNorm(24),
+        lambda: nn.RMSNorm((4, 24)),
+        lambda: nn.RMSNorm((4, 24), elementwise_affine=False),
+    ],
     "RMSNormZeroCentered": [lambda: Qwen3_5RMSNorm(24)],
     "LayerNorm": [
         lambda: nn.LayerNorm(24),
@@ -217,3 +223,12 @@ def test_casting_table_is_transformers(internals):
         assert found.dtype == expected.dtype and torch.equal(found, expected), name
         seen += 1
     assert seen > 100
+
+
+def test_layers_refuse_another_width(kernel):
+    for layer, module in (
+        (kernel.layers.LayerNorm, nn.LayerNorm(7, elementwise_affine=False)),
+        (kernel.layers.RMSNorm, nn.RMSNorm(7, elementwise_affine=False)),
+    ):
+        with pytest.raises(ValueError, match=r"x must end in \(7,\), got \(3, 8\)"):
+            layer.forward(module, torch.randn(3, 8))

@@ -299,3 +299,36 @@ def test_repeats_are_equal(kernel, device):
     x, w = (tensor(s, torch.bfloat16, device).requires_grad_() for s in ((40, 256), (256,)))
     runs = [torch.autograd.grad(kernel.rms_norm(x, w), (x, w), torch.ones_like(x)) for _ in range(3)]
     assert all(torch.equal(a, b) for run in runs for a, b in zip(run, runs[0]))
+
+
+def test_residual_stream_stays_frozen(kernel, device):
+    """Where only the weight learns, the sum has no gradient to give, as in torch."""
+    x, w = tensor((3, 16), torch.float32, device), tensor((16,), torch.float32, device).requires_grad_()
+    y, total = kernel.add_rms_norm(x, x, w)
+    assert y.requires_grad and not total.requires_grad
+    (dw,) = torch.autograd.grad(y.sum(), w)
+    assert torch.equal(dw, torch.autograd.grad(kernel.rms_norm(x + x, w).sum(), w)[0])
+
+
+def test_batches_of_gradients(kernel, device):
+    x = tensor((3, 8), torch.float32, device).requires_grad_()
+    y, dy = kernel.rms_norm(x), torch.randn(4, 3, 8, device=device)
+    (dx,) = torch.autograd.grad(y, x, dy, is_grads_batched=True, retain_graph=True)
+    for d, g in zip(dx, dy):
+        assert_close(d, torch.autograd.grad(y, x, g, retain_graph=True)[0].double())
+
+
+def test_vmap_of_nothing(kernel, device):
+    x, w = torch.zeros(0, 2, 3, device=device), torch.zeros(0, 3, device=device)
+    assert torch.func.vmap(kernel.rms_norm)(x, w).shape == (0, 2, 3)
+
+
+def test_rows_of_nothing(kernel, device):
+    for eps in (0, 1e-6, None):
+        assert kernel.rms_norm(torch.zeros(3, 0, device=device), eps=eps).shape == (3, 0)
+
+
+def test_wide_residual(kernel, device):
+    x, r = tensor((3, 16), torch.float32, device), tensor((3, 16), torch.float32, device)
+    total = kernel.add_rms_norm(x, r, residual_dtype=torch.float64)[1]
+    assert torch.equal(total, x.double() + r.double())

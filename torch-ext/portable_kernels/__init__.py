@@ -1,6 +1,6 @@
 """Portable Triton kernels for training and inference, with PyTorch's semantics."""
 
-from . import layers
+from . import layers, reductions
 from ._report import report
 from .activations import (
     gelu,
@@ -75,6 +75,7 @@ __all__ = [
     "distillation_jsd",
     "dropout",
     "dropout_add",
+    "reductions",
     "layers",
     "report",
 ]

@@ -1,5 +1,7 @@
 """Input checks, with one message format: `{op}: {arg} must {rule}, got {value}`."""
 
+import numbers
+
 import torch
 
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
@@ -24,8 +26,8 @@ def _tensor(op, name, t):
     if t.dtype not in FLOATS:
         allowed = " | ".join(str(d).replace("torch.", "") for d in FLOATS)
         raise TypeError(f"{op}: {name} must have dtype {allowed}, got {str(t.dtype).replace('torch.', '')}")
-    if t.layout is not torch.strided:
-        raise TypeError(f"{op}: {name} must be a strided tensor, got layout {t.layout}")
+    if t.layout is not torch.strided or t.is_nested:
+        raise TypeError(f"{op}: {name} must be a strided tensor, got {'a nested one' if t.is_nested else t.layout}")
 
 
 def shape(op, name, t, expected):
@@ -35,7 +37,7 @@ def shape(op, name, t, expected):
 
 
 def choice(op, name, value, allowed):
-    if value not in allowed:
+    if not isinstance(value, str) or value not in allowed:
         raise ValueError(f"{op}: {name} must be one of {', '.join(map(repr, allowed))}, got {value!r}")
 
 
@@ -43,7 +45,14 @@ def number(op, name, value, low=None, optional=False):
     """Refuse what is no real number, or not above `low`."""
     if value is None and optional:
         return
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
+    if isinstance(value, bool) or not isinstance(value, (int, float, numbers.Real)):
         raise TypeError(f"{op}: {name} must be a number{' or None' if optional else ''}, got {type(value).__name__}")
+    if abs(value) > 1.7976931348623157e308 and value not in (float("inf"), -float("inf")):
+        raise ValueError(f"{op}: {name} must be in the range of float64, got a larger number")
     if low is not None and not value >= low:
         raise ValueError(f"{op}: {name} must be at least {low}, got {value}")
+
+
+def flag(op, name, value):
+    if not isinstance(value, bool):
+        raise TypeError(f"{op}: {name} must be True or False, got {value!r}")

@@ -21,23 +21,25 @@ def _probe(find, missing):
     try:
         return find()
     except AttributeError:
-        return lambda: missing
+        return lambda *_: missing
 
 
 _dispatch_modes = _probe(lambda: torch._C._len_torch_dispatch_stack, 1)
-_transforms = _probe(lambda: torch._C._are_functorch_transforms_active, True)
+transforms = _probe(lambda: torch._C._are_functorch_transforms_active, True)
 _jit_tracing = _probe(lambda: torch._C._get_tracing_state, True)
+_old_batched = _probe(lambda: torch._C._functorch.is_legacy_batchedtensor, True)  # is_grads_batched
 
 
 def _forward_ad():
     return torch.autograd.forward_ad._current_level >= 0
 
 
-def _is_plain(args):
-    if _dispatch_modes() or _transforms() or _jit_tracing():
+def is_plain(args):
+    """True where these arguments can be computed on unseen: nothing traces, transforms or wraps them."""
+    if _dispatch_modes() or transforms() or _jit_tracing():
         return False
     for t in args:
-        if isinstance(t, torch.Tensor) and (type(t) not in _PLAIN or t.is_neg() or t.is_conj()):
+        if isinstance(t, torch.Tensor) and (type(t) not in _PLAIN or t.is_neg() or t.is_conj() or _old_batched(t)):
             return False
     return True
 
@@ -73,7 +75,7 @@ def differentiable(op, reference, setup_context=None, backward=None, *, like=Non
     op.register_kernel("cpu")(direct)
 
     def forward(*args):
-        return direct(*args) if _is_plain(args) else op(*args)
+        return direct(*args) if is_plain(args) else op(*args)
 
     function = type(
         body.__name__,
@@ -93,7 +95,7 @@ def differentiable(op, reference, setup_context=None, backward=None, *, like=Non
     def call(*args):
         if torch.compiler.is_compiling():
             return op(*args)
-        if _transforms() or _forward_ad():
+        if transforms() or _forward_ad():
             return function.apply(*args)
         return apply(*args) if _wants_grad(args) else forward(*args)
 
@@ -147,12 +149,19 @@ def _vmap_rule(op, rowwise):
         if rowwise is not None and batched == rowwise(*args):
             out = op(*(a.movedim(d, 0) if i in batched else a for i, (a, d) in enumerate(zip(args, in_dims))))
             return out, tuple(0 for _ in out) if isinstance(out, tuple) else 0
+        size = info.batch_size
+        if not size:  # one example, for shapes and dtypes, of which nothing is kept
+            args = [
+                a.new_zeros((1, *a.movedim(d, 0).shape[1:])) if i in batched else a
+                for i, (a, d) in enumerate(zip(args, in_dims))
+            ]
+            in_dims = [0 if i in batched else d for i, d in enumerate(in_dims)]
         outs = [
             op(*(a.select(d, n) if i in batched else a for i, (a, d) in enumerate(zip(args, in_dims))))
-            for n in range(info.batch_size)
+            for n in range(max(size, 1))
         ]
         if isinstance(outs[0], tuple):
-            return tuple(torch.stack(o) for o in zip(*outs)), tuple(0 for _ in outs[0])
-        return torch.stack(outs), 0
+            return tuple(torch.stack(o)[:size] for o in zip(*outs)), tuple(0 for _ in outs[0])
+        return torch.stack(outs)[:size], 0
 
     return rule

@@ -39,7 +39,9 @@ def check_residual(op, x, residual, residual_dtype):
 
 def add(x, residual, dtype=None):
     """x + residual in PyTorch, rounded once to `dtype`, or to what the two promote to."""
-    return (x.to(compute_dtype(x, residual)) + residual).to(dtype or torch.promote_types(x.dtype, residual.dtype))
+    dtype = dtype or torch.promote_types(x.dtype, residual.dtype)
+    compute = torch.promote_types(compute_dtype(x, residual), dtype)
+    return (x.to(compute) + residual).to(dtype)
 
 
 def packed(param):
@@ -72,8 +74,8 @@ def plan_backward(N, itemsize, device):
         plan = BackwardPlan(4096 // BLOCK_N, BLOCK_N, True, 3, 4, 2)
     else:
         plan = BackwardPlan(1, BLOCK_N, True, 4 if BLOCK_N <= 8192 else 1, 16, 1)
-    # All stages but one wait in shared memory.
-    fits = (plan.STAGES - 1) * plan.BLOCK_M * BLOCK_N * itemsize <= device.shared_memory
+    # All stages but one wait in shared memory, beside a tile that changes its layout where dtypes differ.
+    fits = ((plan.STAGES - 1) * itemsize + 4) * plan.BLOCK_M * BLOCK_N <= device.shared_memory
     return plan if fits else plan._replace(STAGES=1)
 
 

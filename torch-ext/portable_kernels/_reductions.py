@@ -123,8 +123,8 @@ def plan_tiles(layout, multiprocessors):
     steps = cdiv(R, BLOCK_R) * cdiv(N, BLOCK_N)
     blocks = layout.blocks(BLOCK_M)
     splits = 1
-    if 2 * blocks <= multiprocessors:  # too few programs: make it four a multiprocessor, of two steps or more each
-        splits = max(1, min(4 * multiprocessors // blocks, steps // 2, 1024))
+    if 2 * blocks <= multiprocessors or steps >= 32:  # up to eight programs a multiprocessor, of two steps or more each
+        splits = max(1, min(8 * multiprocessors // blocks, steps // 2, 1024))
     split_steps = cdiv(steps, splits)
     return Plan(BLOCK_M, BLOCK_R, BLOCK_N, 4), steps, split_steps, cdiv(steps, split_steps)
 
@@ -517,6 +517,8 @@ def scan(x, dim, y, reverse, compute):
         layout = layout_of(x.shape, dims, x.stride(), y.stride())
     plan, steps, split_steps, splits = plan_tiles(layout, facts(x.device).multiprocessors)
     sums = None
+    if 2 * layout.blocks(plan.BLOCK_M) > facts(x.device).multiprocessors:
+        split_steps, splits = steps, 1  # splits read x twice
     if splits > 1:
         sums = _reduce_layout(x, None, None, layout, "sum", 0.0, compute)
     launch(

@@ -24,6 +24,8 @@ def report(device: Optional[Union[str, torch.device]] = None) -> str:
         kinds = [kind for kind in KERNEL_DEVICES if getattr(torch, kind).is_available()]
         device = f"{kinds[0]}:{getattr(torch, kinds[0]).current_device()}" if kinds else "cpu"
     device = torch.device(device)
+    if device.type in KERNEL_DEVICES and not getattr(torch, device.type).is_available():
+        raise ValueError(f"report: device must be one that torch sees, got {str(device)!r}")
     package = sys.modules[__package__]
     ops = [n for n in package.__all__ if inspect.isfunction(getattr(package, n)) and n != "report"]
     triton = f"no Triton ({ABSENT})" if ABSENT else f"Triton {VERSION}"

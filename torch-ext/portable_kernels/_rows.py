@@ -128,4 +128,4 @@ def compute_dtype(*operands):
 def sum_leading(t, ndim):
     """The sum over all but the last `ndim` dimensions."""
     lead = tuple(range(t.dim() - ndim))
-    return t.sum(lead) if lead else t  # torch takes an empty list of dimensions as all of them
+    return t.sum(lead) if lead else t.clone()  # torch takes an empty list of dimensions as all of them

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from . import _checks, _losses
 from ._cross_entropy import cross_entropy_gradient, cross_entropy_rows, fwd_reference, if_soft
-from ._dispatch import _is_plain, use_kernel
+from ._dispatch import is_plain, use_kernel
 from ._rows import compute_dtype
 
 SECOND_ORDER = "reference"  # of vocab_parallel_cross_entropy: refused
@@ -133,7 +133,7 @@ def cross_entropy(
     if not use_kernel(x):
         if z_loss == 0 and softcap is None and logit_scale == 1 and not return_aux:
             return _torchs(op, x, target, weight, ignore_index, reduction, label_smoothing, dim)
-        if not soft and not torch.compiler.is_compiling() and _is_plain((x, target)):
+        if not soft and not torch.compiler.is_compiling() and is_plain((x, target)):
             _refuse_out_of_range(op, target, ignore_index, x.shape[dim])
     share = label_smoothing / max(x.shape[dim], 1)
     results = cross_entropy_rows(

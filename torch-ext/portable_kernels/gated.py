@@ -300,6 +300,8 @@ def _gated_checked(op, x, activation, gate_first=True, interleaved=False, limit=
     if not x.dim() or x.shape[-1] % 2:
         raise ValueError(f"{op}: x must have an even last dimension, got {tuple(x.shape)}")
     _checks.choice(op, "activation", activation, ACTIVATIONS)
+    _checks.flag(op, "gate_first", gate_first)
+    _checks.flag(op, "interleaved", interleaved)
     _checks.number(op, "limit", limit, low=0, optional=True)
     _checks.number(op, "alpha", alpha, optional=True)
     _checks.number(op, "up_offset", up_offset)
@@ -308,8 +310,8 @@ def _gated_checked(op, x, activation, gate_first=True, interleaved=False, limit=
     activation, a, b = ACTIVATIONS[activation]
     params = (
         activation,
-        bool(gate_first),
-        bool(interleaved),
+        gate_first,
+        interleaved,
         None if limit is None else float(limit),
         a if alpha is None else float(alpha),
         b,
@@ -374,6 +376,8 @@ def reglu(gate: Tensor, up: Tensor) -> Tensor:
 
 
 def _pair(op, gate, up, activation):
+    if up is None:
+        raise TypeError(f"{op}: up must be a tensor, got NoneType")
     _checks.tensors(op, gate, first="gate", up=up)
     _checks.shape(op, "up", up, gate.shape)
     params = ACTIVATIONS[activation]

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from . import _checks, _norms
 from ._device import facts, launch
-from ._dispatch import differentiable, use_kernel
+from ._dispatch import differentiable, transforms, use_kernel
 from ._norms import load_bias, load_pair, load_scale, load_sum, store_dx, store_parts
 from ._ops import add_op_namespace_prefix
 from ._rows import Plan, compute_dtype, plan_forward, row_index, rows, sum_leading
@@ -352,7 +352,8 @@ def _add_setup_context(ctx, inputs, output):
     ctx.dtypes = x.dtype, residual.dtype
     _, total, stats = output
     ctx.save_for_backward(total, weight, bias, stats)
-    ctx.mark_non_differentiable(stats)
+    frozen = () if any(ctx.needs_input_grad[:2]) else (total,)
+    ctx.mark_non_differentiable(*frozen, stats)
 
 
 def _add_backward(ctx, dy, ds, _):
@@ -438,6 +439,8 @@ def _without_kernels(x, weight, bias, eps, dtype, compute):
 
     In the compute dtype: in 16 bits torch would sum the parameters' gradients in 16 bits.
     """
+    if not torch.compiler.is_compiling() and transforms():  # torch's own is wrong under jacrev of jacrev
+        return _reference(x, weight, bias, eps, dtype, compute).contiguous()
     weight, bias = (t if t is None else t.to(compute) for t in (weight, bias))
     shape = x.shape[-_norms.trailing(weight, bias) :]
     x = x.to(compute)

@@ -39,6 +39,13 @@ def _casting(cls):
     return "after_weight" if after else "before_weight"
 
 
+def _over_shape(norm, x, shape, eps):
+    """A norm without weights over the trailing dimensions `shape`."""
+    if x.shape[-len(shape) :] != torch.Size(shape):
+        raise ValueError(f"{norm.__name__}: x must end in {tuple(shape)}, got {tuple(x.shape)}")
+    return norm(x.flatten(-len(shape)), eps=eps).view(x.shape)
+
+
 class RMSNorm(nn.Module):
     """transformers' RMSNorm classes, each with its own rounding, and torch.nn.RMSNorm."""
 
@@ -47,6 +54,8 @@ class RMSNorm(nn.Module):
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         eps = self.variance_epsilon if hasattr(self, "variance_epsilon") else self.eps
+        if self.weight is None:
+            return _over_shape(rms_norm, hidden_states, self.normalized_shape, eps=eps)
         return rms_norm(hidden_states, self.weight, eps, casting=_casting(type(self)))
 
 
@@ -67,9 +76,8 @@ class LayerNorm(nn.Module):
     can_torch_compile = True
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        n = len(self.normalized_shape)
-        if self.weight is None and self.bias is None and n > 1:
-            return layer_norm(input.flatten(-n), eps=self.eps).view(input.shape)
+        if self.weight is None:
+            return _over_shape(layer_norm, input, self.normalized_shape, eps=self.eps)
         return layer_norm(input, self.weight, self.bias, self.eps)
 
 

@@ -219,7 +219,7 @@ def _forward(x, residual, weight, bias, eps, offset, before_weight, total_dtype)
             BEFORE_WEIGHT=before_weight, COMPUTE=triton_dtype(compute), **plan._asdict(),
         )  # fmt: skip
     elif rstd.numel():
-        rstd.fill_(eps**-0.5)
+        rstd.fill_(torch.nan)  # of rows of nothing
     return y, total, rstd
 
 
@@ -325,7 +325,8 @@ def _add_setup_context(ctx, inputs, output):
     ctx.dtypes = x.dtype, residual.dtype
     _, total, rstd = output
     ctx.save_for_backward(total, weight, bias, rstd)
-    ctx.mark_non_differentiable(rstd)
+    frozen = () if any(ctx.needs_input_grad[:2]) else (total,)
+    ctx.mark_non_differentiable(*frozen, rstd)
 
 
 def _add_backward(ctx, dy, ds, _):
@@ -357,7 +358,7 @@ def rms_norm(
     Args:
         x: (..., *weight.shape), or (..., N) without a weight; float64 | float32 | float16 | bfloat16, any strides.
         weight: scale, of any of those dtypes.
-        eps: added inside the square root; None = finfo(compute dtype).eps, as torch.nn.functional.rms_norm.
+        eps: added inside the square root; None = finfo(compute dtype).eps.
         bias: of weight's shape, or (N,) without a weight.
         offset: added to the weight in the compute dtype (Gemma: 1.0).
         casting: where the result is rounded. "after_weight" (alias "gemma", and torch's): once, to x's dtype.
@@ -372,6 +373,7 @@ def rms_norm(
     Source: Zhang and Sennrich 2019.
     """
     _check("rms_norm", x, weight, bias, eps, offset, casting)
+    eps = eps if eps is None else float(eps)
     if use_kernel(x):
         return _rms_norm(x, weight, bias, eps, float(offset), _BEFORE_WEIGHT[casting])[0]
     if bias is None and offset == 0.0 and not _BEFORE_WEIGHT[casting] and (weight is None or weight.dtype == x.dtype):
@@ -412,6 +414,7 @@ def add_rms_norm(
         )
         return y.contiguous(), total.contiguous()
     total_dtype = residual_dtype or torch.promote_types(x.dtype, residual.dtype)
+    eps = eps if eps is None else float(eps)
     y, total, _ = _add_rms_norm(x, residual, weight, bias, eps, float(offset), _BEFORE_WEIGHT[casting], total_dtype)
     return y, total
 
