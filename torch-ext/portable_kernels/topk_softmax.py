@@ -1,0 +1,224 @@
+"""The k largest probabilities of each row, and where they are: the router of a mixture of experts.
+
+    p = softmax(x);   weights, indices = topk(p, k);   weights = weights / sum(weights) where renormalised
+
+One pass over the logits: the softmax, k times a maximum and its first index, and the sum. Rows wider than 16384 go to
+PyTorch.
+"""
+
+from typing import Optional
+
+import torch
+from torch import Tensor
+
+from . import _checks
+from ._device import facts, launch
+from ._dispatch import differentiable, use_kernel
+from ._ops import add_op_namespace_prefix
+from ._rows import at, compute_dtype, row_index, rows
+from ._triton import next_power_of_2, round_to, tl, triton, triton_dtype
+
+SECOND_ORDER = "reference"
+
+_WIDEST = 16384  # a row is held in registers
+
+
+def topk_softmax_reference(x, k, *, renormalize=False, dtype=None):
+    """What `topk_softmax` computes, in plain PyTorch."""
+    return _reference(x, k, renormalize, dtype or x.dtype)
+
+
+def _reference(x, k, renormalize, dtype):
+    # A stable sort takes the first of equals, and NaN before all; topk promises no order of equals.
+    indices = torch.sort(x.detach(), dim=-1, descending=True, stable=True).indices[..., :k]
+    return _weights(x, indices, renormalize, dtype).to(dtype), indices
+
+
+def _weights(x, indices, renormalize, dtype):
+    compute = torch.promote_types(compute_dtype(x), dtype)
+    weights = torch.softmax(x.to(compute), -1).gather(-1, indices)
+    return weights / weights.sum(-1, keepdim=True) if renormalize else weights
+
+
+def _bwd_reference(dweights, x, indices, renormalize):
+    compute = compute_dtype(dweights, x)
+    dweights = dweights.to(compute)
+    if renormalize:
+        w = _weights(x, indices, True, compute)
+        dx = torch.zeros_like(x, dtype=compute)
+        return dx.scatter(-1, indices, w * (dweights - (dweights * w).sum(-1, keepdim=True))).to(x.dtype)
+    p = torch.softmax(x.to(compute), -1)
+    g = torch.zeros_like(p).scatter(-1, indices, dweights)
+    return (p * (g - (g * p).sum(-1, keepdim=True))).to(x.dtype)
+
+
+def _plan(N, max_warps):
+    """(BLOCK_M, BLOCK_N, num_warps): 2048 elements a program, or one row. Untuned."""
+    BLOCK_N = next_power_of_2(N)
+    return max(2048 // max(BLOCK_N, 32), 1), BLOCK_N, min(max(4, BLOCK_N // 1024), max_warps)
+
+
+@triton.jit
+def _load_softmax(x_ptr, x_strides, a, b, offs_m, offs_n, mask, COMPUTE: tl.constexpr):
+    """(x, exp(x - peak), peak, sum), with NaN where torch has it: exp(NaN) stays in the sum, as does inf - inf."""
+    x = tl.load(at(x_ptr, x_strides, a, b, offs_m, offs_n), mask=mask, other=float("-inf")).to(COMPUTE)
+    peak = tl.max(x, axis=1)
+    e = tl.exp(x - peak[:, None])
+    return x, e, peak, tl.sum(tl.where(mask, e, 0.0), axis=1)
+
+
+@triton.jit(do_not_specialize=["B", "M"])
+def _topk_softmax_fwd_kernel(
+    x_ptr, w_ptr, i_ptr, B, M, N, x_strides,
+    K: tl.constexpr, RENORMALIZE: tl.constexpr, COMPUTE: tl.constexpr,
+    BLOCK_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    a, b, offs_m = row_index(tl.program_id(0), B, M, BLOCK_M)
+    mask_m = (offs_m < M)[:, None]
+    offs_n = tl.arange(0, BLOCK_N)[None, :]
+    offs_k = tl.arange(0, BLOCK_K)[None, :]
+    left = mask_m & (offs_n < N)  # what has not been taken
+    x, _, peak, total = _load_softmax(x_ptr, x_strides, a, b, offs_m, tl.arange(0, BLOCK_N), left, COMPUTE)
+    x = tl.where(x == x, x, float("inf"))  # NaN is the largest
+    weights = tl.zeros((BLOCK_M, BLOCK_K), COMPUTE)
+    indices = tl.zeros((BLOCK_M, BLOCK_K), tl.int32)
+    for k in range(K):
+        largest = tl.max(tl.where(left, x, float("-inf")), axis=1)
+        first = tl.min(tl.where(left & (x == largest[:, None]), offs_n, BLOCK_N), axis=1)
+        left = left & (offs_n != first[:, None])
+        weights = tl.where(offs_k == k, (tl.exp(largest - peak) / total)[:, None], weights)
+        indices = tl.where(offs_k == k, first[:, None], indices)
+    if RENORMALIZE:
+        weights = weights / tl.sum(weights, axis=1)[:, None]
+    out = ((a * B + b) * M + offs_m)[:, None] * K + offs_k
+    mask = mask_m & (offs_k < K)
+    tl.store(w_ptr + out, round_to(weights, w_ptr.dtype.element_ty), mask=mask)
+    tl.store(i_ptr + out, indices.to(tl.int64), mask=mask)
+
+
+@triton.jit(do_not_specialize=["B", "M"])
+def _topk_softmax_bwd_kernel(
+    dw_ptr, x_ptr, i_ptr, dx_ptr, B, M, N, x_strides,
+    K: tl.constexpr, RENORMALIZE: tl.constexpr, COMPUTE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """dx = q * (g - sum(g * q)), g the gradient at the k chosen, q = p, or what of p is chosen, renormalised."""
+    a, b, offs_m = row_index(tl.program_id(0), B, M, BLOCK_M)
+    row = (a * B + b) * M + offs_m
+    mask_m = offs_m < M
+    offs_n = tl.arange(0, BLOCK_N)[None, :]
+    mask = mask_m[:, None] & (offs_n < N)
+    _, e, _, total = _load_softmax(x_ptr, x_strides, a, b, offs_m, tl.arange(0, BLOCK_N), mask, COMPUTE)
+    chosen = mask & (offs_n < 0)
+    g = tl.zeros((BLOCK_M, BLOCK_N), COMPUTE)
+    for k in range(K):
+        index = tl.load(i_ptr + row * K + k, mask=mask_m, other=-1).to(tl.int32)
+        dw = tl.load(dw_ptr + row * K + k, mask=mask_m, other=0.0).to(COMPUTE)
+        here = offs_n == index[:, None]
+        g = tl.where(here, dw[:, None], g)
+        chosen = chosen | here
+    q = e / total[:, None]
+    if RENORMALIZE:
+        q = tl.where(chosen, q, 0.0)
+        q = q / tl.sum(q, axis=1)[:, None]
+    dx = q * (g - tl.sum(tl.where(chosen, g * q, 0.0), axis=1)[:, None])
+    tl.store(dx_ptr + row[:, None] * N + offs_n, round_to(dx, dx_ptr.dtype.element_ty), mask=mask)
+
+
+def _launch(kernel, before, x, after, k, renormalize, compute, **blocks):
+    layout, (x,) = rows(x)
+    BLOCK_M, BLOCK_N, num_warps = _plan(layout.N, facts(x.device).max_warps)
+    launch(
+        kernel,
+        (layout.blocks(BLOCK_M),),
+        x.device,
+        (*before, x, *after, layout.B, layout.M, layout.N, *layout.strides),
+        K=k, RENORMALIZE=renormalize, COMPUTE=triton_dtype(compute), **blocks, BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N,
+        num_warps=num_warps,
+    )  # fmt: skip
+
+
+@torch.library.custom_op(add_op_namespace_prefix("topk_softmax_fwd"), mutates_args=())
+def topk_softmax_fwd(x: Tensor, k: int, renormalize: bool, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    weights = torch.empty((*x.shape[:-1], k), dtype=dtype, device=x.device)
+    indices = torch.empty(weights.shape, dtype=torch.int64, device=x.device)
+    if weights.numel():
+        _launch(
+            _topk_softmax_fwd_kernel, (), x, (weights, indices), k, renormalize, compute_dtype(x, weights),
+            BLOCK_K=next_power_of_2(k),
+        )  # fmt: skip
+    return weights, indices
+
+
+@topk_softmax_fwd.register_fake
+def _(x, k, renormalize, dtype):
+    shape = (*x.shape[:-1], k)
+    return x.new_empty(shape, dtype=dtype), x.new_empty(shape, dtype=torch.int64)
+
+
+@torch.library.custom_op(add_op_namespace_prefix("topk_softmax_bwd"), mutates_args=())
+def topk_softmax_bwd(dweights: Tensor, x: Tensor, indices: Tensor, renormalize: bool) -> Tensor:
+    dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    if dx.numel():
+        k = indices.shape[-1]
+        before = dweights.contiguous(), x, indices.contiguous()  # k numbers a row
+        _launch(_topk_softmax_bwd_kernel, before[:1], x, (before[2], dx), k, renormalize, compute_dtype(dweights, x))
+    return dx
+
+
+@topk_softmax_bwd.register_fake
+def _(dweights, x, indices, renormalize):
+    return x.new_empty(x.shape)
+
+
+_topk_softmax_bwd = differentiable(topk_softmax_bwd, _bwd_reference, rowwise=lambda *_: [0, 1, 2])
+
+
+def _setup_context(ctx, inputs, output):
+    x, _, ctx.renormalize, _ = inputs
+    _, indices = output
+    ctx.save_for_backward(x, indices)
+    ctx.mark_non_differentiable(indices)
+
+
+def _backward(ctx, dweights, _):
+    return _topk_softmax_bwd(dweights, *ctx.saved_tensors, ctx.renormalize), None, None, None
+
+
+_topk_softmax = differentiable(topk_softmax_fwd, _reference, _setup_context, _backward, rowwise=lambda *_: [0])
+
+
+def topk_softmax(
+    x: Tensor, k: int, *, renormalize: bool = False, dtype: Optional[torch.dtype] = None
+) -> tuple[Tensor, Tensor]:
+    """Choose the k most probable of each row: softmax over the last dimension, then the k largest.
+
+    Args:
+        x: (..., N) logits, float64 | float32 | float16 | bfloat16, any strides.
+        k: how many, 1 to N.
+        renormalize: divide the k by their sum (Mixtral, Qwen3-MoE with norm_topk_prob).
+        dtype: of the weights, one of those four; None = x's.
+    Returns:
+        (weights, indices), (..., k) each, contiguous: the largest first, of equal logits the one with the smallest
+        index first; indices are int64.
+    Raises:
+        TypeError: dtype not listed.   ValueError: k outside 1 to N.
+    Numerics: computed in float32, in float64 where x or dtype is, and rounded once. A NaN or +inf makes the weights of
+        its row NaN; NaN counts as the largest, as in torch.topk, and the indices are valid and distinct. Autograd:
+        first and second derivative of the weights, at the unrounded probabilities; vmap; forward mode raises.
+    Source: Shazeer et al., "Outrageously Large Neural Networks", 2017.
+    """
+    op = "topk_softmax"
+    _checks.tensors(op, x)
+    if dtype is not None and dtype not in _checks.FLOATS:
+        raise TypeError(f"{op}: dtype must be float64 | float32 | float16 | bfloat16 or None, got {dtype}")
+    if not x.dim():
+        raise ValueError(f"{op}: x must have at least one dimension, got shape ()")
+    if isinstance(k, bool) or not isinstance(k, int):
+        raise TypeError(f"{op}: k must be an int, got {type(k).__name__}")
+    if not 1 <= k <= x.shape[-1]:
+        raise ValueError(f"{op}: k must be in 1 to {x.shape[-1]} for x {tuple(x.shape)}, got {k}")
+    args = x, k, bool(renormalize), dtype or x.dtype
+    if use_kernel(x) and x.shape[-1] <= _WIDEST:
+        return _topk_softmax(*args)
+    weights, indices = _reference(*args)
+    return weights.contiguous(), indices.contiguous()
