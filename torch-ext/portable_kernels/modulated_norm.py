@@ -1,0 +1,352 @@
+"""Norms that a condition scales and shifts, as diffusion transformers use them, with the gated residual before them.
+
+    y = norm(s) * weight * (1 + scale) + shift,   s = x, or s = residual + gate * x
+
+Peebles and Xie, "Scalable Diffusion Models with Transformers" (adaLN-Zero), 2023. The norm is layer norm or root mean
+square. scale, shift and gate are read where they lie, shared by the rows of a batch or one a token; what the rows of a
+batch share gets its gradient summed in a fixed order. Rows of any width. As in layer_norm.py the mean is kept as two
+numbers, so that one far larger than the spread costs no digits.
+"""
+
+import math
+from typing import Optional
+
+import torch
+from torch import Tensor
+
+from . import _checks, _norms
+from ._device import facts, launch
+from ._dispatch import differentiable, use_kernel
+from ._modulated_norm import _modulated_norm_bwd_kernel, _modulated_norm_fwd_kernel
+from ._ops import add_op_namespace_prefix
+from ._rows import compute_dtype, plan_forward, rows, sum_leading
+from ._triton import cdiv, scalar, triton_dtype
+
+SECOND_ORDER = "reference"
+
+
+def modulated_layer_norm_reference(x, scale, shift=None, eps=1e-6, *, weight=None, residual=None, gate=None):
+    """What `modulated_layer_norm` computes, in plain PyTorch."""
+    return _public(_fwd_reference, x, scale, shift, eps, weight, residual, gate, True)
+
+
+def modulated_rms_norm_reference(x, scale, shift=None, eps=1e-6, *, weight=None, residual=None, gate=None):
+    """What `modulated_rms_norm` computes, in plain PyTorch."""
+    return _public(_fwd_reference, x, scale, shift, eps, weight, residual, gate, False)
+
+
+def _fwd_reference(x, residual, gate, scale, shift, weight, eps, layer):
+    compute = compute_dtype(x, residual, gate, scale, shift, weight)
+    total, h = x.new_empty(0), x.to(compute)
+    if residual is not None:
+        total = (residual + (h if gate is None else gate * h)).to(torch.promote_types(x.dtype, residual.dtype))
+        h = total.to(compute)
+    h, mean, rest, rstd = _centred_reference(h, eps, layer)
+    y = h * rstd if weight is None else h * rstd * weight
+    y = y * (1 + scale.to(compute))
+    y = y if shift is None else y + shift
+    return y.to(x.dtype), total, torch.cat((mean, rest, rstd), -1)
+
+
+def _centred_reference(h, eps, layer):
+    """h without its mean, and what the forward keeps of each row."""
+    mean = h.mean(-1, keepdim=True) if layer else torch.zeros_like(h[..., :1])
+    h = h - mean
+    rest = h.mean(-1, keepdim=True) if layer else torch.zeros_like(mean)
+    h = h - rest
+    return h, mean, rest, torch.rsqrt(h.square().mean(-1, keepdim=True) + eps)
+
+
+def _layout(**operands):
+    """The operands that are there as `rows`; of each its tensor and strides, None and zeros where it is absent."""
+    present = {name: t for name, t in operands.items() if t is not None}
+    layout, tensors = rows(*present.values())
+    found = dict(zip(present, zip(tensors, layout.strides)))
+    return layout, {name: found.get(name, (None, (0, 0, 0, 0))) for name in operands}
+
+
+def _expanded(x, *modulations):
+    return [t if t is None else t.expand(x.shape) for t in modulations]
+
+
+@torch.library.custom_op(add_op_namespace_prefix("modulated_norm_fwd"), mutates_args=())
+def modulated_norm_fwd(
+    x: Tensor, residual: Optional[Tensor], gate: Optional[Tensor], scale: Tensor, shift: Optional[Tensor],
+    weight: Optional[Tensor], eps: float, layer: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """(y, s, stats): s is empty without a residual; stats are of each row two parts of the mean, and rstd."""
+    compute = compute_dtype(x, residual, gate, scale, shift, weight)
+    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    total = None
+    if residual is not None:
+        total = torch.empty(x.shape, dtype=torch.promote_types(x.dtype, residual.dtype), device=x.device)
+    stats = torch.empty((*x.shape[:-1], 3), dtype=compute, device=x.device)
+    if x.numel():
+        gate, scale, shift = _expanded(x, gate, scale, shift)
+        layout, found = _layout(x=x, residual=residual, gate=gate, scale=scale, shift=shift)
+        tensors, strides = zip(*found.values())
+        plan = plan_forward(layout.N, facts(x.device).max_warps)
+        launch(
+            _modulated_norm_fwd_kernel,
+            (layout.blocks(plan.BLOCK_M),),
+            x.device,
+            (*tensors, _norms.packed(weight), y, total, stats, layout.B, layout.M, layout.N, *strides,
+             scalar(eps, compute)),
+            LAYER=layer, SHARED=all(s[2] == 0 for s in strides[2:]), COMPUTE=triton_dtype(compute), **plan._asdict(),
+        )  # fmt: skip
+    else:
+        stats.fill_(torch.nan)
+    return y, x.new_empty(0) if total is None else total, stats
+
+
+@modulated_norm_fwd.register_fake
+def _(x, residual, gate, scale, shift, weight, eps, layer):
+    total = x.new_empty(0)
+    if residual is not None:
+        total = x.new_empty(x.shape, dtype=torch.promote_types(x.dtype, residual.dtype))
+    compute = compute_dtype(x, residual, gate, scale, shift, weight)
+    return x.new_empty(x.shape), total, x.new_empty((*x.shape[:-1], 3), dtype=compute)
+
+
+@torch.library.custom_op(add_op_namespace_prefix("modulated_norm_bwd"), mutates_args=())
+def modulated_norm_bwd(
+    dy: Tensor, ds: Optional[Tensor], h: Tensor, x: Optional[Tensor], gate: Optional[Tensor], scale: Tensor,
+    shift: Optional[Tensor], weight: Optional[Tensor], stats: Tensor, eps: float, layer: bool,
+    need_dgate: bool, need_dscale: bool, need_dshift: bool, need_dw: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Gradients of h (the rows that were normalised), x, gate, scale, shift and weight; empty what is not needed.
+
+    x and its gradient are there with a gate alone: else h's is x's, and the residual's.
+    """
+    compute, shape, N = stats.dtype, dy.shape, dy.shape[-1]
+    dh = torch.empty(shape, dtype=h.dtype, device=h.device)
+    dx = None if gate is None else torch.empty(shape, dtype=x.dtype, device=x.device)
+    if not dy.numel():
+        needed = zip((gate, scale, shift, weight), (need_dgate, need_dscale, need_dshift, need_dw))
+        rest = [h.new_zeros(t.shape, dtype=t.dtype) if need else h.new_empty(0) for t, need in needed]
+        return (dh, h.new_empty(0) if dx is None else dx, *rest)
+    views = dict(zip(("gate", "scale", "shift"), _expanded(dy, gate, scale, shift)))
+    layout, found = _layout(dy=dy, ds=ds, h=h, x=x, **views)
+    lead = _leading(shape, layout.A * layout.B)
+    shared = all(
+        strides[2] == 0 and math.prod(t.shape[lead:-1]) == 1
+        for t, (_, strides) in zip((gate, scale, shift), (found["gate"], found["scale"], found["shift"]))
+        if t is not None
+    )
+    del found["shift"]  # read for its layout alone
+    tensors, strides = zip(*found.values())
+    device = facts(h.device)
+    plan = _norms.plan_backward(N, sum(t.element_size() for t in tensors if t is not None), device)
+    outer = layout.A * layout.B
+    parts = min(cdiv(layout.M, plan.BLOCK_M), cdiv(plan.programs * device.multiprocessors, outer))
+    sums = torch.empty if plan.ONE_PASS else torch.zeros
+
+    def buffer(t, needed):
+        if not needed:
+            return None
+        if shared:
+            return sums((outer * parts, N), dtype=compute, device=h.device)
+        return torch.empty(shape, dtype=t.dtype if t.shape == shape else compute, device=h.device)
+
+    dgate, dshift = buffer(gate, need_dgate), buffer(shift, need_dshift)
+    dscale = buffer(scale, need_dscale or (shared and need_dw))
+    dw = sums((outer * parts, N), dtype=compute, device=h.device) if need_dw and not shared else None
+    launch(
+        _modulated_norm_bwd_kernel,
+        (outer * parts,),
+        h.device,
+        (*tensors, _norms.packed(weight), stats, dh, dx, dscale, dshift, dgate, dw,
+         layout.B, layout.M, layout.N, parts, *strides),
+        LAYER=layer, SHARED=shared, COMPUTE=triton_dtype(compute), BLOCK_M=plan.BLOCK_M, BLOCK_N=plan.BLOCK_N,
+        ONE_PASS=plan.ONE_PASS, STAGES=plan.STAGES, num_warps=plan.num_warps,
+    )  # fmt: skip
+
+    if shared:  # (outer * parts, N) -> x's leading dimensions, then 1s, then N
+        middle = (1,) * (len(shape) - 1 - lead)
+        dgate, dscale, dshift = (
+            t if t is None else t.view(outer, parts, N).sum(1).view(*shape[:lead], *middle, N)
+            for t in (dgate, dscale, dshift)
+        )
+        if need_dw:
+            dw = dscale * (1 + scale.to(compute))
+        if weight is not None and need_dscale:
+            dscale = dscale * weight
+
+    def finished(t, like, needed):
+        return _summed_to(t, like).to(like.dtype).contiguous() if needed else h.new_empty(0)
+
+    return (
+        dh,
+        h.new_empty(0) if dx is None else dx,
+        finished(dgate, gate, need_dgate),
+        finished(dscale, scale, need_dscale),
+        finished(dshift, shift, need_dshift),
+        sum_leading(dw, 1).to(weight.dtype) if need_dw else h.new_empty(0),
+    )
+
+
+def _leading(shape, outer):
+    """How many of the leading dimensions the outer indices are."""
+    lead = 0
+    while outer > 1:
+        outer //= shape[lead]
+        lead += 1
+    return lead
+
+
+def _summed_to(t, like):
+    """The sum over the dimensions in which `like` has size 1."""
+    dims = [d for d in range(t.dim()) if like.shape[d] == 1 and t.shape[d] != 1]
+    return t.sum(dims, keepdim=True) if dims else t
+
+
+@modulated_norm_bwd.register_fake
+def _(
+    dy, ds, h, x, gate, scale, shift, weight, stats, eps, layer, need_dgate, need_dscale, need_dshift, need_dw
+):  # fmt: skip
+    needed = zip((gate, scale, shift, weight), (need_dgate, need_dscale, need_dshift, need_dw))
+    rest = [t.new_empty(t.shape) if need else h.new_empty(0) for t, need in needed]
+    return (h.new_empty(h.shape), h.new_empty(0) if gate is None else x.new_empty(x.shape), *rest)
+
+
+def _bwd_reference(
+    dy, ds, h, x, gate, scale, shift, weight, stats, eps, layer, need_dgate, need_dscale, need_dshift, need_dw
+):  # fmt: skip
+    compute = stats.dtype
+    centred, _, _, rstd = _centred_reference(h.to(compute), eps, layer)  # not the argument: it has a derivative
+    xhat, dy = centred * rstd, dy.to(compute)
+    w = dy.new_ones(()) if weight is None else weight.to(compute)
+    factor = 1 + scale.to(compute)
+    g = dy * factor * w
+    dh = g - xhat * (g * xhat).mean(-1, keepdim=True)
+    dh = rstd * (dh - g.mean(-1, keepdim=True) if layer else dh)
+    dh = dh if ds is None else dh + ds
+    return (
+        dh.to(h.dtype),
+        h.new_empty(0) if gate is None else (dh * gate).to(x.dtype),
+        _summed_to(dh * x, gate).to(gate.dtype) if need_dgate else h.new_empty(0),
+        _summed_to(dy * xhat * w, scale).to(scale.dtype) if need_dscale else h.new_empty(0),
+        _summed_to(dy, shift).to(shift.dtype, copy=True) if need_dshift else h.new_empty(0),
+        sum_leading(dy * xhat * factor, 1).to(weight.dtype) if need_dw else h.new_empty(0),
+    )
+
+
+_modulated_norm_bwd = differentiable(modulated_norm_bwd, _bwd_reference)
+
+
+def _setup_context(ctx, inputs, output):
+    x, residual, gate, scale, shift, weight, *ctx.params = inputs
+    _, total, stats = output
+    ctx.residual_dtype, ctx.dtype = None if residual is None else residual.dtype, x.dtype
+    h = x if residual is None else total
+    ctx.save_for_backward(h, None if gate is None else x, gate, scale, shift, weight, stats)
+    ctx.mark_non_differentiable(*((total, stats) if residual is None else (stats,)))
+
+
+def _backward(ctx, dy, ds, _):
+    added = ctx.residual_dtype is not None
+    needs = ctx.needs_input_grad[2:6]
+    dh, dx, *rest = _modulated_norm_bwd(dy, ds if added else None, *ctx.saved_tensors, *ctx.params, *needs)
+    dx = (dh if ctx.saved_tensors[2] is None else dx).to(ctx.dtype)
+    dr = dh.to(ctx.residual_dtype) if added else None
+    return dx, dr, *(t if need else None for t, need in zip(rest, needs)), None, None
+
+
+_modulated_norm = differentiable(modulated_norm_fwd, _fwd_reference, _setup_context, _backward)
+
+
+def modulated_layer_norm(
+    x: Tensor,
+    scale: Tensor,
+    shift: Optional[Tensor] = None,
+    eps: float = 1e-6,
+    *,
+    weight: Optional[Tensor] = None,
+    residual: Optional[Tensor] = None,
+    gate: Optional[Tensor] = None,
+):
+    """Layer norm, then scale and shift by a condition; with a residual, of residual + gate * x.
+
+    y = (s - mean(s)) * rsqrt(var(s) + eps) * weight * (1 + scale) + shift,   s = x or residual + gate * x
+
+    An adaLN block of a diffusion transformer is y = modulated_layer_norm(x, scale_msa, shift_msa), and after its
+    attention y, x = modulated_layer_norm(attention, scale_mlp, shift_mlp, residual=x, gate=gate_msa).
+
+    Args:
+        x: (..., N), float64 | float32 | float16 | bfloat16, any strides.
+        scale, shift, gate: (N,); or (B, N), one row for each of x's B batches; or of as many dimensions as x, each of
+            x's size or 1, and the last N. Of any of those dtypes and any strides.
+        eps: added inside the square root.
+        weight: (N,), multiplies before the scale.
+        residual: of x's shape. None: x itself is normalised.
+        gate: multiplies x before it is added to the residual.
+    Returns:
+        y of x's shape and dtype, contiguous. With a residual (y, s), s of the dtype that x and residual promote to.
+    Raises:
+        TypeError: dtype not listed.   ValueError: a shape that does not fit; a gate without a residual; negative eps.
+    Numerics: float32 throughout, float64 where an argument is float64; s and y are each rounded once, y comes from
+        the rounded s. PyTorch code rounds 1 + scale and each product, so that its half-precision results are less
+        exact. Gradients are deterministic. Autograd: first and second derivative, vmap; forward mode raises.
+    Source: Peebles and Xie 2023; AdaLayerNormZero of diffusers.
+    """
+    return _public_checked("modulated_layer_norm", x, scale, shift, eps, weight, residual, gate, True)
+
+
+def modulated_rms_norm(
+    x: Tensor,
+    scale: Tensor,
+    shift: Optional[Tensor] = None,
+    eps: float = 1e-6,
+    *,
+    weight: Optional[Tensor] = None,
+    residual: Optional[Tensor] = None,
+    gate: Optional[Tensor] = None,
+):
+    """Root-mean-square norm, then scale and shift by a condition; with a residual, of residual + gate * x.
+
+    y = s * rsqrt(mean(s^2) + eps) * weight * (1 + scale) + shift,   s = x or residual + gate * x
+
+    Arguments, results and errors as in `modulated_layer_norm`.
+    """
+    return _public_checked("modulated_rms_norm", x, scale, shift, eps, weight, residual, gate, False)
+
+
+def _public_checked(op, x, scale, shift, eps, weight, residual, gate, layer):
+    _checks.tensors(op, x, scale=scale, shift=shift, weight=weight, residual=residual, gate=gate)
+    if scale is None:
+        raise TypeError(f"{op}: scale must be a tensor, got NoneType")
+    if not x.dim():
+        raise ValueError(f"{op}: x must have at least one dimension, got ()")
+    _checks.shape(op, "weight", weight, x.shape[-1:])
+    _checks.shape(op, "residual", residual, x.shape)
+    _checks.number(op, "eps", eps, low=0)
+    if gate is not None and residual is None:
+        raise ValueError(f"{op}: gate must be None without a residual, got {tuple(gate.shape)}")
+    for name, t in (("scale", scale), ("shift", shift), ("gate", gate)):
+        if t is not None and not _fits(t, x):
+            raise ValueError(
+                f"{op}: {name} must have shape (N,), (B, N), or x.dim() dimensions of x's size or 1 and then N, "
+                f"got {tuple(t.shape)} for x {tuple(x.shape)}"
+            )
+    function = _modulated_norm if use_kernel(x) else _contiguous_reference
+    return _public(function, x, scale, shift, float(eps), weight, residual, gate, layer)
+
+
+def _fits(t, x):
+    if t.dim() == x.dim():
+        return t.shape[-1] == x.shape[-1] and all(n in (1, m) for n, m in zip(t.shape, x.shape))
+    return t.shape == x.shape[-1:] or t.shape == (x.shape[0], x.shape[-1])
+
+
+def _public(function, x, scale, shift, eps, weight, residual, gate, layer):
+    """scale, shift and gate with as many dimensions as x; what the public functions return."""
+    gate, scale, shift = (
+        t if t is None or t.dim() == x.dim() else t[(slice(None),) * (t.dim() - 1) + (None,) * (x.dim() - t.dim())]
+        for t in (gate, scale, shift)
+    )
+    y, total, _ = function(x, residual, gate, scale, shift, weight, eps, layer)
+    return y if residual is None else (y, total)
+
+
+def _contiguous_reference(*args):
+    return tuple(t.contiguous() for t in _fwd_reference(*args))
