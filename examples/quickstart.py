@@ -35,6 +35,8 @@ TORCH_HAS = {
     "softplus": lambda x: F.softplus(x),
     "mish": lambda x: F.mish(x),
     "hardswish": lambda x: F.hardswish(x),
+    "normalize": lambda x, dim: F.normalize(x, dim=dim),
+    "group_norm": lambda x, num_groups, weight, bias: F.group_norm(x, num_groups, weight, bias),
     "cross_entropy": lambda x, target, reduction: F.cross_entropy(wide(x), target, reduction=reduction),
 }
 TORCH_COMPOSES = {
@@ -54,6 +56,10 @@ TORCH_COMPOSES = {
     "reglu": lambda gate, up: F.relu(gate) * up,
     "distillation_kl": lambda x, teacher, reduction: divergence(x, teacher),
     "distillation_jsd": lambda x, teacher, reduction: jensen_shannon(x, teacher),
+    "masked_softmax": lambda x, mask: F.softmax(x.masked_fill(~mask, -torch.inf), -1),
+    "rms_norm_gated": lambda x, gate, weight: F.rms_norm(x, weight.shape, weight, 1e-6) * F.silu(gate),
+    "modulated_layer_norm": lambda x, scale, shift: F.layer_norm(x, scale.shape, eps=1e-6) * (1 + scale) + shift,
+    "modulated_rms_norm": lambda x, scale, shift: F.rms_norm(x, scale.shape, eps=1e-6) * (1 + scale) + shift,
     "bias_act": lambda x, bias, activation: getattr(F, activation)(x + bias),
     "residual_scale_add": lambda x, residual, scale: residual + x * scale,
     "apply_rotary_pos_emb": lambda q, k, cos, sin: (rotated(q, cos, sin), rotated(k, cos, sin)),
@@ -66,6 +72,9 @@ TORCH_COMPOSES = {
 ELSEWHERE = {
     "dropout": "random: tests/test_dropout.py",
     "dropout_add": "random: tests/test_dropout.py",
+    "topk_softmax": "gives indices: tests/test_topk_softmax.py",
+    "linear_cross_entropy": "rounds logits as a matmul does: tests/test_linear_cross_entropy.py",
+    "token_log_probs": "rounds logits as a matmul does: tests/test_linear_cross_entropy.py",
     "vocab_parallel_cross_entropy": "several processes: tests/test_cross_entropy.py",
 }
 ARGUMENTS = {"rotary": {"x": "q"}}  # where an argument is not the one that `arguments` has under its name
@@ -115,14 +124,15 @@ def arguments(rows, columns, dtype, device):
     names = ("x", "residual", "gate", "up")
     drawn = {name: 3 * torch.randn(rows, columns, device=device, dtype=dtype) for name in names}
     drawn["weight"], drawn["bias"] = torch.randn(2, columns, device=device, dtype=dtype)
-    drawn["teacher"], drawn["scale"] = drawn["residual"], drawn["weight"]
+    drawn["teacher"], drawn["scale"], drawn["shift"] = drawn["residual"], drawn["weight"], drawn["bias"]
+    drawn["mask"] = torch.rand(rows, columns, device=device) < 0.7
     D = 64  # rows as tokens, columns as heads
     drawn["q"], drawn["k"] = (drawn[n].view(1, rows, -1, D).transpose(1, 2) for n in ("gate", "up"))
     drawn["q_weight"], drawn["k_weight"] = torch.randn(2, D, device=device, dtype=dtype)
     angles = torch.rand(1, rows, D // 2, device=device).repeat(1, 1, 2) * 6
     drawn["cos"], drawn["sin"] = angles.cos().to(dtype), angles.sin().to(dtype)
     drawn["target"] = torch.randint(columns, (rows,), device=device)
-    return {**drawn, "dim": -1, "activation": "silu", "reduction": "none"}
+    return {**drawn, "dim": -1, "activation": "silu", "reduction": "none", "num_groups": 4}
 
 
 def error_in_ulps(results, exact):

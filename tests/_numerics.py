@@ -97,7 +97,10 @@ def check(function, reference, *tensors, dim=-1, grads=None, ulps=None, versus=N
 
     # On the CPU: torch's GPU functions are not always float64 throughout (hardswish divides by a float32 6).
     wide = [None if t is None else t.detach().cpu().double() if t.is_floating_point() else t.cpu() for t in tensors]
-    wide_options = {k: torch.float64 if isinstance(v, torch.dtype) else v for k, v in options.items()}
+    wide_options = {
+        k: torch.float64 if isinstance(v, torch.dtype) else v.cpu() if isinstance(v, torch.Tensor) else v
+        for k, v in options.items()
+    }
     oracle, oracle_grads = evaluate(reference, wide, wide_options, [g.cpu().double() for g in grads])
     measured = None if versus is None else evaluate(versus, tensors, options, grads)
 

@@ -31,18 +31,32 @@ from .gated import (
     silu_and_mul,
     swiglu,
 )
+from .gated_norm import rms_norm_gated
+from .group_norm import group_norm
 from .layer_norm import add_layer_norm, layer_norm
+from .linear_cross_entropy import linear_cross_entropy, token_log_probs
+from .masked_softmax import masked_softmax
+from .modulated_norm import modulated_layer_norm, modulated_rms_norm
+from .normalize import normalize
 from .rms_norm import add_rms_norm, rms_norm
 from .rotary import apply_rotary_pos_emb, qk_norm_rotary, rotary
 from .softmax import log_softmax, softmax
+from .topk_softmax import topk_softmax
 
 __all__ = [
     "softmax",
     "log_softmax",
+    "masked_softmax",
+    "topk_softmax",
     "rms_norm",
     "add_rms_norm",
     "layer_norm",
     "add_layer_norm",
+    "rms_norm_gated",
+    "modulated_layer_norm",
+    "modulated_rms_norm",
+    "group_norm",
+    "normalize",
     "relu",
     "relu_squared",
     "leaky_relu",
@@ -70,6 +84,8 @@ __all__ = [
     "rotary",
     "qk_norm_rotary",
     "cross_entropy",
+    "linear_cross_entropy",
+    "token_log_probs",
     "vocab_parallel_cross_entropy",
     "distillation_kl",
     "distillation_jsd",

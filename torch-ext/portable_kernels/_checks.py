@@ -37,7 +37,7 @@ def shape(op, name, t, expected):
 
 
 def choice(op, name, value, allowed):
-    if not isinstance(value, str) or value not in allowed:
+    if value not in tuple(allowed):  # not of a dictionary: the value may have no hash
         raise ValueError(f"{op}: {name} must be one of {', '.join(map(repr, allowed))}, got {value!r}")
 
 

@@ -127,7 +127,7 @@ def _no_classes(x, target, dim, ignore_index, compute):
 def _logits(x, scale, cap, mask):
     z = x * scale
     if cap is not None:
-        z = cap * activate(z / cap, 0.0, 0.0, "tanh", False)
+        z = cap * activate(z / cap, 0.0, 0.0, "tanh", z.dtype == tl.float32)
     return tl.where(mask, z, float("-inf"))
 
 

@@ -190,7 +190,8 @@ def _accumulate(s0, s1, x, mask, shift, step, seen, COMBINE: tl.constexpr, TIES:
         if COMBINE == "argmax" or COMBINE == "argmin":
             s1 = tl.where(better & (s0 == s0), step, s1)
         elif TIES:
-            s1 = tl.where(better, 1.0, s1 + tl.where(mask & (x == s0), 1.0, 0.0))
+            one = tl.full((1, 1), 1, COMPUTE)  # integers count ties too
+            s1 = tl.where(better, one, s1 + tl.where(mask & (x == s0), one, one - one))
         s0 = tl.where(better, x, s0)
     return s0, s1
 
@@ -223,7 +224,9 @@ def _merge(s0, s1, n, COMBINE: tl.constexpr, TIES: tl.constexpr, NEUTRAL: tl.con
             best = (nan & any_nan[:, None]) | ((s0 == r0[:, None]) & (any_nan == 0)[:, None])
             r1 = tl.min(tl.where(best, s1, 0x7FFFFFFFFFFFFFFF), axis=1)
         elif TIES:
-            r1 = tl.sum(tl.where((s0 == r0[:, None]) & (any_nan == 0)[:, None], s1, 0.0), axis=1)
+            r1 = tl.sum(
+                tl.where((s0 == r0[:, None]) & (any_nan == 0)[:, None], s1, tl.full((1, 1), 0, COMPUTE)), axis=1
+            )
         if COMPUTE != tl.int64:
             r0 = tl.where(any_nan, float("nan"), r0)
         return r0, r1, r0
@@ -332,14 +335,11 @@ def _reduction_fwd_kernel_splits(
     s1 = s0
     n = s0
     if s1_ptr is not None:
-        s1 = tl.load(s1_ptr + part, mask=mask, other=0)
+        s1 = tl.load(s1_ptr + part, mask=mask, other=0)  # an index of 0 is right where all is as low as the fill of s0
     if COMBINE == "moments":
         n = tl.load(n_ptr + part, mask=mask, other=0.0)
-        n = tl.where(mask_m[:, None], n, 1.0)  # not 0 / 0
         shift_ptr = x_ptr + a * x_strides[0] + b * x_strides[1] + offs_m * x_strides[2]
         shift = tl.load(shift_ptr, mask=mask_m, other=0.0).to(COMPUTE)
-    elif COMBINE == "argmax" or COMBINE == "argmin":
-        s1 = tl.where(mask, s1, 0x7FFFFFFFFFFFFFFF)
     r0, r1, n = _merge(s0, s1, n, COMBINE, TIES, NEUTRAL, COMPUTE)
     out = a * y_strides[0] + b * y_strides[1] + offs_m * y_strides[2]
     count = (tl.full((), 0.0, COMPUTE) + R) * N
