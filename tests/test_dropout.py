@@ -158,7 +158,7 @@ def test_ends_of_p(family, device):
     for call in (
         lambda: family.dropout(x, 0.0),
         lambda: family.dropout(x, 0.5, False),
-        lambda: family.dropout(x, 1, 0),
+        lambda: family.dropout(x, 1, False),
     ):
         assert call() is x
     assert torch.equal(family.dropout_add(r, r, 0), r + r) and torch.equal(family.dropout_add(r, r, 0.5, False), r + r)
@@ -253,6 +253,7 @@ def test_bad_input(family, device):
         (ValueError, "p must be in [0, 1], got 1.5", x, {"p": 1.5}),
         (ValueError, "p must be in [0, 1], got nan", x, {"p": NAN, "training": False}),
         (TypeError, "p must be a number, got Tensor", x, {"p": x}),
+        (TypeError, "training must be True or False, got 0", x, {"training": 0}),
         (TypeError, "seed must be an int, an int64 tensor or None, got float", x, {"seed": 0.5}),
         (TypeError, "seed must be an int, an int64 tensor or None, got bool", x, {"seed": True}),
         (TypeError, "seed must have dtype int64, got int32", x, {"seed": short}),

@@ -149,6 +149,7 @@ def test_bad_input(family, device):
         (TypeError, "k must be an int, got bool", lambda: family.topk_softmax(x, True)),
         (ValueError, "k must be in 1 to 8 for x (4, 8), got 0", lambda: family.topk_softmax(x, 0)),
         (ValueError, "k must be in 1 to 8 for x (4, 8), got 9", lambda: family.topk_softmax(x, 9)),
+        (TypeError, "renormalize must be True or False, got 1", lambda: family.topk_softmax(x, 2, renormalize=1)),
     ]  # fmt: skip
     for error, message, call in cases:
         with pytest.raises(error) as caught:

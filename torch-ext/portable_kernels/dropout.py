@@ -183,7 +183,7 @@ def dropout(
         randomness="different" or "same"; forward mode raises.
     Source: Srivastava et al. 2014; Salmon et al. 2011.
     """
-    _check("dropout", x, p, seed)
+    _check("dropout", x, p, training, seed)
     if p == 0 or not training:
         return x
     return _dropout(x, None, _seed(x, seed), float(p), x.dtype)
@@ -202,14 +202,14 @@ def dropout_add(
         TypeError, ValueError: as `dropout`; residual is not of x's shape.
     Numerics: as `dropout`, rounded once after the sum. Autograd: as `dropout`.
     """
-    _check("dropout_add", x, p, seed, residual)
+    _check("dropout_add", x, p, training, seed, residual)
     if p == 0 or not training:
         return x + residual
     dtype = torch.promote_types(x.dtype, residual.dtype)
     return _dropout(x, residual, _seed(x, seed), float(p), dtype)
 
 
-def _check(op, x, p, seed, *residual):
+def _check(op, x, p, training, seed, *residual):
     _checks.tensors(op, x)
     for r in residual:
         if r is None:
@@ -219,6 +219,7 @@ def _check(op, x, p, seed, *residual):
     _checks.number(op, "p", p)
     if not 0 <= p <= 1:
         raise ValueError(f"{op}: p must be in [0, 1], got {p}")
+    _checks.flag(op, "training", training)
     if isinstance(seed, Tensor):
         if seed.dtype != torch.int64:
             raise TypeError(f"{op}: seed must have dtype int64, got {str(seed.dtype).replace('torch.', '')}")

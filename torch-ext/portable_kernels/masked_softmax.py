@@ -262,7 +262,8 @@ def masked_softmax(
     op = "masked_softmax"
     _checks.tensors(op, x)
     _checks.number(op, "scale", scale)
-    _checks.choice(op, "causal", causal, (False, True, "upper_left", "lower_right"))
+    if not isinstance(causal, bool):
+        _checks.choice(op, "causal", causal, ("upper_left", "lower_right"))
     if x.dim() < (2 if causal else 1):
         raise ValueError(f"{op}: x must have at least {2 if causal else 1} dimensions, got shape {tuple(x.shape)}")
     if mask is not None:

@@ -64,7 +64,7 @@ def _load_softmax(x_ptr, x_strides, a, b, offs_m, offs_n, mask, COMPUTE: tl.cons
     x = tl.load(at(x_ptr, x_strides, a, b, offs_m, offs_n), mask=mask, other=float("-inf")).to(COMPUTE)
     peak = tl.max(x, axis=1)
     e = tl.exp(x - peak[:, None])
-    return x, e, peak, tl.sum(tl.where(mask, e, 0.0), axis=1)
+    return x, e, peak, tl.sum(e, axis=1)
 
 
 @triton.jit(do_not_specialize=["B", "M"])
@@ -217,7 +217,8 @@ def topk_softmax(
         raise TypeError(f"{op}: k must be an int, got {type(k).__name__}")
     if not 1 <= k <= x.shape[-1]:
         raise ValueError(f"{op}: k must be in 1 to {x.shape[-1]} for x {tuple(x.shape)}, got {k}")
-    args = x, k, bool(renormalize), dtype or x.dtype
+    _checks.flag(op, "renormalize", renormalize)
+    args = x, k, renormalize, dtype or x.dtype
     if use_kernel(x) and x.shape[-1] <= _WIDEST:
         return _topk_softmax(*args)
     weights, indices = _reference(*args)
