@@ -27,7 +27,9 @@ def _tensor(op, name, t):
         allowed = " | ".join(str(d).replace("torch.", "") for d in FLOATS)
         raise TypeError(f"{op}: {name} must have dtype {allowed}, got {str(t.dtype).replace('torch.', '')}")
     if t.layout is not torch.strided or t.is_nested:
-        raise TypeError(f"{op}: {name} must be a strided tensor, got {'a nested one' if t.is_nested else t.layout}")
+        raise TypeError(
+            f"{op}: {name} must be a strided tensor, got {'a nested one' if t.is_nested else f'layout {t.layout}'}"
+        )
 
 
 def shape(op, name, t, expected):
