@@ -100,6 +100,7 @@ CASES = {
         lambda: nn.RMSNorm((4, 24), elementwise_affine=False),
     ],
     "RMSNormZeroCentered": [lambda: Qwen3_5RMSNorm(24)],
+    "GroupNorm": [lambda: nn.GroupNorm(2, 4), lambda: nn.GroupNorm(4, 4, affine=False)],
     "LayerNorm": [
         lambda: nn.LayerNorm(24),
         lambda: nn.LayerNorm(24, elementwise_affine=False),
@@ -163,7 +164,7 @@ def test_kernelize(kernel, device, monkeypatch, layer, mode):
 
 def test_every_layer_has_a_case(kernel):
     layers = {n for n, v in vars(kernel.layers).items() if isinstance(v, type) and issubclass(v, nn.Module)}
-    assert layers == {*CASES, "apply_rotary_transformers"}
+    assert layers == {*CASES, "apply_rotary_transformers", "RMSNormGated"}
 
 
 @pytest.mark.parametrize("mode", MODES, ids=str)
@@ -193,13 +194,13 @@ def test_casting_by_class(kernel, device, monkeypatch):
         monkeypatch.undo()
 
 
-def transformers_norms():
-    """The source of every class that transformers registers under the name RMSNorm."""
+def transformers_norms(layer="RMSNorm"):
+    """The source of every class that transformers registers under the name of a layer."""
     for path in sorted(Path(transformers.__file__).parent.glob("models/*/modeling_*.py")):
         source = path.read_text(encoding="utf-8")
-        if 'use_kernel_forward_from_hub("RMSNorm")' in source:
+        if f'use_kernel_forward_from_hub("{layer}")' in source:
             for node in ast.parse(source).body:
-                if isinstance(node, ast.ClassDef) and '"RMSNorm"' in "".join(
+                if isinstance(node, ast.ClassDef) and f'"{layer}"' in "".join(
                     ast.unparse(d).replace("'", '"') for d in node.decorator_list
                 ):
                     node.decorator_list = []
@@ -232,3 +233,21 @@ def test_layers_refuse_another_width(kernel):
     ):
         with pytest.raises(ValueError, match=r"x must end in \(7,\), got \(3, 8\)"):
             layer.forward(module, torch.randn(3, 8))
+
+
+def test_gated_norms_are_transformers(kernel, device):
+    """The layer, bound to every RMSNormGated that the installed transformers has, against its own forward."""
+    from transformers.activations import ACT2FN
+
+    x, gate = tensor((16, 40), torch.bfloat16, device), tensor((16, 40), torch.bfloat16, device)
+    seen = 0
+    for name, source in transformers_norms("RMSNormGated"):
+        namespace = {"nn": nn, "torch": torch, "ACT2FN": ACT2FN}
+        exec(source, namespace)
+        module = namespace[name](40).to(device, torch.bfloat16)
+        module.weight.data.copy_(tensor((40,)))
+        with torch.no_grad():
+            expected, found = module(x, gate), kernel.layers.RMSNormGated.forward(module, x, gate)
+        assert found.dtype == expected.dtype and (found == expected).float().mean() >= 0.99, name
+        seen += 1
+    assert seen >= 5

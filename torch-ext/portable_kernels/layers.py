@@ -9,6 +9,8 @@ from torch import nn
 
 from .activations import gelu, quick_gelu, silu
 from .gated import gelu_and_mul, gelu_tanh_and_mul, silu_and_mul
+from .gated_norm import rms_norm_gated
+from .group_norm import group_norm
 from .layer_norm import layer_norm
 from .rms_norm import rms_norm
 from .rotary import apply_rotary_pos_emb
@@ -32,6 +34,14 @@ _ROUND_AFTER_WEIGHT = frozenset(
         "OpenAIPrivacyFilterRMSNorm",
     }
 )
+
+
+# The same of the classes that go by "RMSNormGated": these multiply by the weight in float32.
+_GATED_ROUND_ONCE = frozenset({"BailingHybridRMSNormGated", "Glm5NextTextRMSNormGated", "KimiLinearRMSNormGated"})
+
+
+def _gated_casting(cls):
+    return "after_weight" if cls.__name__ in _GATED_ROUND_ONCE else "before_weight"
 
 
 def _casting(cls):
@@ -67,6 +77,32 @@ class RMSNormZeroCentered(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return rms_norm(x, self.weight, self.eps, offset=1.0)
+
+
+class RMSNormGated(nn.Module):
+    """transformers' RMSNormGated classes, each with its own rounding: norm, weight, then the gate's activation."""
+
+    has_backward = True
+    can_torch_compile = True
+
+    def forward(self, hidden_states: torch.Tensor, gate=None) -> torch.Tensor:
+        casting = _gated_casting(type(self))
+        if gate is None:
+            return rms_norm(hidden_states, self.weight, self.variance_epsilon, casting=casting)
+        activation = getattr(self, "activation", "silu")
+        return rms_norm_gated(
+            hidden_states, gate, self.weight, self.variance_epsilon, activation=activation, casting=casting
+        )
+
+
+class GroupNorm(nn.Module):
+    """torch.nn.GroupNorm."""
+
+    has_backward = True
+    can_torch_compile = True
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return group_norm(input, self.num_groups, self.weight, self.bias, self.eps)
 
 
 class LayerNorm(nn.Module):
