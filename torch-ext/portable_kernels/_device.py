@@ -70,6 +70,7 @@ def launch(kernel, grid, device: torch.device, args, **options):
         id(kernel),
         device.index,
         *[(a.dtype, a.data_ptr() % 16) if isinstance(a, torch.Tensor) else a for a in args],
+        *options,
         *options.values(),
     )
     found = _compiled.get(key)

@@ -1,0 +1,95 @@
+"""The launch of a kernel that was compiled before, with a GPU and a compiler that only take notes."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+
+class Kernel:
+    """As triton.jit gives it: compiles whatever it is launched with, and says what came."""
+
+    arg_names = ("x_ptr", "N", "eps", "BLOCK", "ONE_PASS")
+
+    def __init__(self):
+        self.compiled, self.ran = [], []
+
+    def __getitem__(self, grid):
+        def launch(*args, **options):
+            self.compiled.append((grid, args, options))
+            return SimpleNamespace(run=lambda *a: self.ran.append(a), function="function", packed_metadata="metadata")
+
+        return launch
+
+
+@pytest.fixture
+def launch(internals, monkeypatch):
+    module = internals("_device")
+    hook = SimpleNamespace(calls=[])
+    driver = SimpleNamespace(active=SimpleNamespace(get_current_stream=lambda index: f"stream {index}"))
+    triton = SimpleNamespace(
+        runtime=SimpleNamespace(driver=driver), knobs=SimpleNamespace(runtime=SimpleNamespace(launch_enter_hook=hook))
+    )
+    monkeypatch.setattr(module, "triton", triton)
+    monkeypatch.setattr(module, "_compiled", {})
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+
+    def launch(kernel, x, N=8, eps=1e-6, grid=(3,), **options):
+        module.launch(kernel, grid, torch.device("cuda", 0), (x, N, eps), **{"BLOCK": 16, "ONE_PASS": True, **options})
+
+    launch.hook = hook
+    return launch
+
+
+def test_a_second_launch_goes_to_the_compiled_kernel(launch):
+    kernel, x = Kernel(), torch.zeros(64)
+    launch(kernel, x, num_warps=4)
+    launch(kernel, x, num_warps=4)
+    launch(kernel, torch.ones(64), grid=(5, 2), num_warps=4)
+    assert len(kernel.compiled) == 1 and len(kernel.ran) == 2
+    assert kernel.ran[0][:9] == (3, 1, 1, "stream 0", "function", "metadata", None, None, None)
+    assert kernel.ran[0][9] is x and kernel.ran[0][10:] == (8, 1e-6, 16, True)  # in the order of the signature
+    assert kernel.ran[1][:3] == (5, 2, 1)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"x": torch.zeros(64, dtype=torch.float16)},
+        {"x": torch.zeros(64)[1:]},  # not aligned to 16 bytes
+        {"x": None},
+        {"N": 9},
+        {"N": 1},
+        {"BLOCK": 32},
+        {"ONE_PASS": False},
+        {"num_warps": 8},
+    ],
+    ids=str,
+)
+def test_what_triton_specialises_on_compiles_anew(launch, other):
+    kernel, first = Kernel(), {"x": torch.zeros(64), "num_warps": 4}
+    launch(kernel, **first)
+    launch(kernel, **{**first, **other})
+    launch(kernel, **first)
+    assert len(kernel.compiled) == 2 and len(kernel.ran) == 1
+
+
+def test_kernels_do_not_share(launch):
+    one, two, x = Kernel(), Kernel(), torch.zeros(64)
+    launch(one, x), launch(two, x)
+    assert len(one.compiled) == len(two.compiled) == 1
+
+
+def test_a_profiler_hears_of_every_launch(launch):
+    kernel, x = Kernel(), torch.zeros(64)
+    launch(kernel, x)
+    launch.hook.calls.append(print)
+    launch(kernel, x)
+    assert len(kernel.compiled) == 2 and not kernel.ran
+
+
+def test_sizes_that_never_repeat_do_not_pile_up(launch, internals):
+    kernel, x = Kernel(), torch.zeros(64)
+    for N in range(5000):
+        launch(kernel, x, N=N)
+    assert len(internals("_device")._compiled) <= 4096
