@@ -73,9 +73,10 @@ def differentiable(op, reference, setup_context=None, backward=None, *, like=Non
         return tuple(_lay(t, model) for t in results) if isinstance(results, tuple) else _lay(results, model)
 
     op.register_kernel("cpu")(direct)
+    registered = _by_name(op)
 
     def forward(*args):
-        return direct(*args) if is_plain(args) else op(*args)
+        return direct(*args) if is_plain(args) else registered(*args)
 
     function = type(
         body.__name__,
@@ -94,7 +95,7 @@ def differentiable(op, reference, setup_context=None, backward=None, *, like=Non
 
     def call(*args):
         if torch.compiler.is_compiling():
-            return op(*args)
+            return registered(*args)
         if transforms() or _forward_ad():
             return function.apply(*args)
         return apply(*args) if _wants_grad(args) else forward(*args)
@@ -143,7 +144,18 @@ def _second_order(reference):
     return setup_context, backward
 
 
+def _by_name(op):
+    """A call of what is registered under op's name by then.
+
+    Variants of one build share their names, and each that is loaded frees what the one before registered.
+    """
+    namespace, name = op._qualname.split("::")
+    return lambda *args: getattr(getattr(torch.ops, namespace), name).default(*args)
+
+
 def _vmap_rule(op, rowwise):
+    op = _by_name(op)
+
     def rule(info, in_dims, *args):
         batched = [i for i, d in enumerate(in_dims) if d is not None and isinstance(args[i], torch.Tensor)]
         if rowwise is not None and batched == rowwise(*args):
