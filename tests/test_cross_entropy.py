@@ -279,7 +279,8 @@ def test_softcap_far_out(family, device):
     """Beyond twice the cap, which a product with tanh in the wrong place does not bound."""
     x = torch.linspace(-124.0, 124.0, 100, device=device).repeat(2, 1)
     t = torch.tensor([0, 99], device=device)
-    check(family.cross_entropy, family.cross_entropy_reference, x, t, softcap=30.0, reduction="none")
+    # A probability is exp(a - b) of two numbers near 30, each half an ulp of 30 off: that much is its relative error.
+    check(family.cross_entropy, family.cross_entropy_reference, x, t, softcap=30.0, reduction="none", ulps=30)
     assert family.cross_entropy(x, t, softcap=30.0, reduction="none")[0] < 65
 
 

@@ -170,14 +170,17 @@ def _adds_in_float32(device, dtype):
         return False
 
 
-def _add_product(acc, a, b):
-    """acc += a @ b"""
+def _add_product(acc, a, b, first):
+    """acc += a @ b; the first time acc = a @ b, whatever acc held."""
+    beta = 0 if first else 1
     if acc.dtype == a.dtype:
-        torch.addmm(acc, a, b, out=acc)
+        torch.addmm(acc, a, b, beta=beta, out=acc)
     elif _adds_in_float32(a.device, a.dtype):
-        torch.addmm(acc, a, b, out_dtype=acc.dtype, out=acc)
+        torch.addmm(acc, a, b, beta=beta, out_dtype=acc.dtype, out=acc)
     elif a.device.type == "cpu":
-        torch.addmm(acc, a.to(acc.dtype), b.to(acc.dtype), out=acc)
+        torch.addmm(acc, a.to(acc.dtype), b.to(acc.dtype), beta=beta, out=acc)
+    elif first:
+        acc.copy_(torch.mm(a, b))
     else:
         acc += torch.mm(a, b)
 
@@ -189,14 +192,16 @@ class _Gradients:
         self.x, self.linear_weight, self.needs = x, linear_weight, needs
         acc = {"dtype": compute_dtype(x), "device": x.device}
         self.dx = torch.empty(x.shape if needs[0] else 0, dtype=x.dtype, device=x.device)
-        self.dw = torch.zeros(linear_weight.shape if needs[1] else 0, **acc)
+        # Without rows nothing will be added, and so nothing written.
+        make = torch.empty if x.shape[0] else torch.zeros
+        self.dw = make(linear_weight.shape if needs[1] else 0, **acc)
         self.db = torch.zeros(linear_weight.shape[0] if needs[2] else 0, **acc)
 
     def add(self, part, dlogits):
         if self.needs[0]:
             torch.mm(dlogits, self.linear_weight, out=self.dx[part])
         if self.needs[1]:
-            _add_product(self.dw, dlogits.t(), self.x[part])
+            _add_product(self.dw, dlogits.t(), self.x[part], first=part.start == 0)
         if self.needs[2]:
             self.db += dlogits.sum(0, dtype=self.db.dtype)
 
@@ -314,13 +319,15 @@ _gradients = differentiable(linear_cross_entropy_bwd, linear_cross_entropy_bwd._
 
 def _setup_context(ctx, inputs, output):
     x, linear_weight, target, linear_bias, weight, *ctx.params = inputs
-    ctx.save_for_backward(x, linear_weight, target, linear_bias, weight, *output[2:])
+    ctx.save_for_backward(x, linear_weight, target, linear_bias, weight, output[2])
+    # Not saved for the backward: the first one uses them up, so that x's gradient is scaled in its own memory.
+    ctx.made = output[3:]
     ctx.mark_non_differentiable(*output[2:])
     ctx.set_materialize_grads(False)
 
 
 def _backward(ctx, dloss, dentropy, *_):
-    *inputs, stats, dx, dw, db = ctx.saved_tensors
+    *inputs, stats = ctx.saved_tensors
     x, linear_weight, target, linear_bias, weight = inputs
     *params, z_loss, reduction, chunk_bytes, need_entropy, made_dx, made_dw, made_db = ctx.params
     needs = (ctx.needs_input_grad[0], ctx.needs_input_grad[1], ctx.needs_input_grad[3])
@@ -332,10 +339,11 @@ def _backward(ctx, dloss, dentropy, *_):
     if reduction == "mean":
         total, number = _counts(target, weight, params[0], stats.dtype)
         dloss, per_square = (torch.where(number == 0, 0.0, dloss / n) for n in (total, number))
-    made = all(not need or has for need, has in zip(needs, (made_dx, made_dw, made_db)))
+    made = ctx.made is not None and all(not n or has for n, has in zip(needs, (made_dx, made_dw, made_db)))
     if made and reduction != "none" and not torch.is_grad_enabled():  # enabled: a second derivative may follow
         like = (x, linear_weight, linear_bias)
-        dx, dw, db = (_scaled(t, dloss, u) if need else None for t, u, need in zip((dx, dw, db), like, needs))
+        dx, dw, db = (_scaled(t, dloss, u) if need else None for t, u, need in zip(ctx.made, like, needs))
+        ctx.made = None
     else:
         dloss, per_square = (t.expand(x.shape[0]) for t in (dloss, per_square))
         dsquare = z_loss * per_square.masked_fill(target == params[0], 0.0) if z_loss else None
@@ -345,9 +353,10 @@ def _backward(ctx, dloss, dentropy, *_):
 
 
 def _scaled(t, factor, like):
-    """factor * t, rounded once, and with no float32 copy where t has many elements."""
+    """factor * t, rounded once, in t's memory if it is of the right dtype: there is no second weight-sized copy."""
     factor = factor.reshape((1,) * t.dim())  # of no dimensions it would be rounded to t's dtype first
-    return torch.mul(t, factor, out=torch.empty(like.shape, dtype=like.dtype, device=like.device))
+    out = t if t.dtype == like.dtype else torch.empty(like.shape, dtype=like.dtype, device=like.device)
+    return torch.mul(t, factor, out=out)
 
 
 linear_cross_entropy_rows = differentiable(
