@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-from ._triton import ABSENT, INTERPRET, VERSION, triton
+from ._triton import ABSENT, INTERPRET, VERSION, TensorDescriptor, triton
 
 KERNEL_DEVICES = ("cuda", "xpu")  # torch calls ROCm devices "cuda" too
 
@@ -17,6 +17,10 @@ class Device(NamedTuple):
     multiprocessors: int
     max_warps: int  # of one program
     shared_memory: int  # bytes that one program may use
+    name: str = ""  # as the driver says it
+    arch: str = ""  # "sm90", "gfx942", "xpu", "interpreter"
+    descriptors: bool = False  # whether it copies tiles in bulk, by tensor descriptors, and this Triton says so to it
+    tf32: bool = False  # whether products of float32 tiles may be asked for in tf32
 
 
 def runs_kernels(device: torch.device) -> bool:
@@ -40,11 +44,18 @@ def facts(device: torch.device) -> Device:
     if device.type == "cuda":
         props = torch.cuda.get_device_properties(device)
         shared = getattr(props, "shared_memory_per_block_optin", 0) or props.shared_memory_per_block
-        return Device(props.multi_processor_count, 1024 // props.warp_size, shared)
+        if torch.version.hip:
+            arch, tensor_copies, tf32 = props.gcnArchName.split(":")[0], False, False
+        else:
+            arch, tensor_copies, tf32 = f"sm{props.major}{props.minor}", props.major >= 9, props.major >= 8
+        return Device(
+            props.multi_processor_count, 1024 // props.warp_size, shared, props.name, arch,
+            tensor_copies and TensorDescriptor is not None, tf32,
+        )  # fmt: skip
     if device.type == "xpu":
         props = torch.xpu.get_device_properties(device)
-        return Device(props.gpu_subslice_count, 32, props.local_mem_size)
-    return Device(2, 32, 65536)  # the interpreter: few programs, but more than one
+        return Device(props.gpu_subslice_count, 32, props.local_mem_size, props.name, "xpu")
+    return Device(2, 32, 65536, "interpreter", "interpreter")  # few programs, but more than one
 
 
 _compiled = {}  # what was launched before, by all that Triton specialises on
@@ -69,7 +80,14 @@ def launch(kernel, grid, device: torch.device, args, **options):
     key = (
         id(kernel),
         device.index,
-        *[(a.dtype, a.data_ptr() % 16) if isinstance(a, torch.Tensor) else a for a in args],
+        *[
+            (a.dtype, a.data_ptr() % 16)
+            if isinstance(a, torch.Tensor)
+            else (a.base.dtype, *a.block_shape)
+            if type(a) is TensorDescriptor  # its sizes are values of run time
+            else a
+            for a in args
+        ],
         *options,
         *options.values(),
     )

@@ -30,6 +30,11 @@ except Exception as error:  # a broken installation must not take the CPU path d
     VERSION = None
     INTERPRET = False
 
+try:
+    from triton.tools.tensor_descriptor import TensorDescriptor
+except Exception:  # older Triton has none
+    TensorDescriptor = None
+
 
 _TRUNCATES = tl.constexpr(INTERPRET)  # the interpreter drops the low bits of a float32 that becomes a bfloat16
 
