@@ -1,0 +1,23 @@
+"""What kernels of matrix products share: the order that programs walk tiles in, and the product of two tiles."""
+
+from ._triton import INTERPRET, tl, triton
+
+_UPCASTS = tl.constexpr(INTERPRET)  # the interpreter's product of two bfloat16 tiles is wrong
+
+
+@triton.jit
+def tile_of(tile, tiles_m, tiles_n, GROUP_M: tl.constexpr):
+    """(pid_m, pid_n) of a tile, GROUP_M rows of tiles at a time: those at work together share operands in L2."""
+    width = GROUP_M * tiles_n
+    group = tile // width
+    rows = min(tiles_m - group * GROUP_M, GROUP_M)
+    place = tile % width
+    return group * GROUP_M + place % rows, place // rows
+
+
+@triton.jit
+def dot(a, b, acc, PRECISION: tl.constexpr):
+    """acc + a @ b. PRECISION: how float32 operands are multiplied, "ieee" or "tf32"."""
+    if _UPCASTS and a.dtype == tl.bfloat16:
+        a, b = a.to(tl.float32), b.to(tl.float32)
+    return tl.dot(a, b, acc, input_precision=PRECISION, out_dtype=acc.dtype)
