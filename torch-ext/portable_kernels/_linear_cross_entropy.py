@@ -319,15 +319,13 @@ _gradients = differentiable(linear_cross_entropy_bwd, linear_cross_entropy_bwd._
 
 def _setup_context(ctx, inputs, output):
     x, linear_weight, target, linear_bias, weight, *ctx.params = inputs
-    ctx.save_for_backward(x, linear_weight, target, linear_bias, weight, output[2])
-    # Not saved for the backward: the first one uses them up, so that x's gradient is scaled in its own memory.
-    ctx.made = output[3:]
+    ctx.save_for_backward(x, linear_weight, target, linear_bias, weight, *output[2:])
     ctx.mark_non_differentiable(*output[2:])
     ctx.set_materialize_grads(False)
 
 
 def _backward(ctx, dloss, dentropy, *_):
-    *inputs, stats = ctx.saved_tensors
+    *inputs, stats, dx, dw, db = ctx.saved_tensors
     x, linear_weight, target, linear_bias, weight = inputs
     *params, z_loss, reduction, chunk_bytes, need_entropy, made_dx, made_dw, made_db = ctx.params
     needs = (ctx.needs_input_grad[0], ctx.needs_input_grad[1], ctx.needs_input_grad[3])
@@ -339,11 +337,10 @@ def _backward(ctx, dloss, dentropy, *_):
     if reduction == "mean":
         total, number = _counts(target, weight, params[0], stats.dtype)
         dloss, per_square = (torch.where(number == 0, 0.0, dloss / n) for n in (total, number))
-    made = ctx.made is not None and all(not n or has for n, has in zip(needs, (made_dx, made_dw, made_db)))
+    made = all(not need or has for need, has in zip(needs, (made_dx, made_dw, made_db)))
     if made and reduction != "none" and not torch.is_grad_enabled():  # enabled: a second derivative may follow
         like = (x, linear_weight, linear_bias)
-        dx, dw, db = (_scaled(t, dloss, u) if need else None for t, u, need in zip(ctx.made, like, needs))
-        ctx.made = None
+        dx, dw, db = (_scaled(t, dloss, u) if need else None for t, u, need in zip((dx, dw, db), like, needs))
     else:
         dloss, per_square = (t.expand(x.shape[0]) for t in (dloss, per_square))
         dsquare = z_loss * per_square.masked_fill(target == params[0], 0.0) if z_loss else None
@@ -353,10 +350,9 @@ def _backward(ctx, dloss, dentropy, *_):
 
 
 def _scaled(t, factor, like):
-    """factor * t, rounded once, in t's memory if it is of the right dtype: there is no second weight-sized copy."""
+    """factor * t, rounded once, and with no float32 copy where t has many elements."""
     factor = factor.reshape((1,) * t.dim())  # of no dimensions it would be rounded to t's dtype first
-    out = t if t.dtype == like.dtype else torch.empty(like.shape, dtype=like.dtype, device=like.device)
-    return torch.mul(t, factor, out=out)
+    return torch.mul(t, factor, out=torch.empty(like.shape, dtype=like.dtype, device=like.device))
 
 
 linear_cross_entropy_rows = differentiable(
