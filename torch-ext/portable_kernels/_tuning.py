@@ -33,16 +33,16 @@ def find(table, kind, fits, device, dtype, **sizes):
     """The plan of configs/<table>.json for these sizes, as a `kind` (a NamedTuple with defaults).
 
     Args:
-        fits: of a plan and the device's facts: whether the device can run it.
+        fits: fits(plan, device, dtype, **sizes): whether the device can run it.
         device: _device.Device.
         dtype: torch.dtype of the operands.
-        sizes: whatever else the table's rows ask about.
+        sizes: whatever else the table's rows or `fits` ask about.
     """
     facts = {"device": device.name, "arch": device.arch, "dtype": str(dtype).replace("torch.", ""), **sizes}
     for row in _rows(table):
         if all(_holds(condition, facts[name]) for name, condition in row["when"].items()):
             plan = kind(**row["plan"])
-            if fits(plan, device):
+            if fits(plan, device, dtype, **sizes):
                 return plan
     raise LookupError(f"configs/{table}.json has no plan that fits {device}, {dtype}, {sizes}")
 
