@@ -103,6 +103,36 @@ def differentiable(op, reference, setup_context=None, backward=None, *, like=Non
     return call
 
 
+def undifferentiable(op, reference, mutates=()):
+    """A function that calls `op`, which has no derivative: a backward through it raises.
+
+    Args:
+        op, reference: as of `differentiable`.
+        mutates: the positions of the tensors that op writes to. Their versions move on every way.
+    """
+    body = getattr(op, "_init_fn", op)
+
+    def direct(*args):
+        if use_kernel(args[0]):
+            return body(*args)
+        results = reference(*args)
+        return tuple(t.contiguous() for t in results) if isinstance(results, tuple) else results
+
+    op.register_kernel("cpu")(direct)
+    registered = _by_name(op)
+
+    def call(*args):
+        if torch.compiler.is_compiling() or not is_plain(args) or _forward_ad() or _wants_grad(args):
+            return registered(*args)
+        results = direct(*args)
+        for i in mutates:
+            if not args[i].is_inference():
+                torch.autograd.graph.increment_version(args[i])
+        return results
+
+    return call
+
+
 def _lay(t, model):
     if model is None or t.shape != model.shape:
         return t.contiguous()
