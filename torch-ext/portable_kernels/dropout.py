@@ -17,13 +17,13 @@ from . import _checks
 from ._device import launch
 from ._dispatch import differentiable
 from ._ops import add_op_namespace_prefix
+from ._philox import WORD, philox
 from ._pointwise import plan, tile_index
+from ._replay import replayed
 from ._rows import Rows, at, collapse, compute_dtype
 from ._triton import cdiv, round_to, scalar, tl, triton, triton_dtype
 
 SECOND_ORDER = "reference"
-
-_WORD = 0xFFFFFFFF
 
 
 def dropout_reference(x, seed, p):
@@ -47,16 +47,9 @@ def _kept(shape, seed, p):
 
 
 def _words(size, seed):
-    """The first words of Philox in int64 arithmetic: products wrap at 2^64, and a word is what `& _WORD` leaves."""
+    """The first words of Philox."""
     draw = torch.arange(-(-size // 4), device=seed.device)
-    c0, c1, c2, c3 = draw & _WORD, draw >> 32, 0, 0
-    k0, k1 = seed.reshape(()) & _WORD, (seed.reshape(()) >> 32) & _WORD
-    for _ in range(10):
-        a, b = 0xD2511F53 * c0, 0xCD9E8D57 * c2
-        c0, c1 = ((b >> 32) & _WORD) ^ c1 ^ k0, b & _WORD
-        c2, c3 = ((a >> 32) & _WORD) ^ c3 ^ k1, a & _WORD
-        k0, k1 = (k0 + 0x9E3779B9) & _WORD, (k1 + 0xBB67AE85) & _WORD
-    return torch.stack((c0, c1, c2, c3), -1).flatten()[:size]
+    return philox(draw & WORD, draw >> 32, 0, 0, seed).flatten()[:size]
 
 
 def _threshold(p):
@@ -161,6 +154,7 @@ def _backward(ctx, dy):
 _dropout = differentiable(dropout_fwd, _reference, _setup_context, _backward, like=0)
 
 
+@replayed
 def dropout(
     x: Tensor, p: float = 0.5, training: bool = True, *, seed: Optional[Union[int, Tensor]] = None
 ) -> Tensor:  # fmt: skip
@@ -189,6 +183,7 @@ def dropout(
     return _dropout(x, None, _seed(x, seed), float(p), x.dtype)
 
 
+@replayed
 def dropout_add(
     x: Tensor, residual: Tensor, p: float = 0.5, training: bool = True, *, seed: Optional[Union[int, Tensor]] = None
 ) -> Tensor:  # fmt: skip
