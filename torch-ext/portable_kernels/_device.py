@@ -1,10 +1,12 @@
 """What the device is and how to launch on it. The only file that asks which GPU this is."""
 
 import functools
+import threading
 import warnings
 from typing import NamedTuple
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 from ._triton import ABSENT, INTERPRET, VERSION, TensorDescriptor, triton
 
@@ -59,6 +61,7 @@ def facts(device: torch.device) -> Device:
 
 
 _compiled = {}  # what was launched before, by all that Triton specialises on
+watching = threading.local()  # .by: what writes down this thread's launches
 
 
 def launch(kernel, grid, device: torch.device, args, **options):
@@ -68,9 +71,10 @@ def launch(kernel, grid, device: torch.device, args, **options):
     dictionary lookup, three times as quick: tensors by dtype and alignment, all else by value.
     """
     if device.type == "cpu":  # the interpreter: numpy warns of NaN where a GPU does not
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), _disable_current_modes():
             warnings.simplefilter("ignore", RuntimeWarning)
             kernel[grid](*args, **options)
+        _watched(None, kernel, grid, device, args, options)
         return
     backend = getattr(torch, device.type)
     if device.index != backend.current_device():
@@ -92,13 +96,14 @@ def launch(kernel, grid, device: torch.device, args, **options):
         *options.values(),
     )
     found = _compiled.get(key)
-    if found is None or _profiled():
+    if found is None or profiled():
         compiled = kernel[grid](*args, **options)
         if len(_compiled) >= 4096:  # sizes that never repeat
             _compiled.clear()
         rest = tuple(options[name] for name in kernel.arg_names[len(args) :])
         stream = triton.runtime.driver.active.get_current_stream
-        _compiled[key] = (compiled.run, compiled.function, compiled.packed_metadata, rest, stream, kernel)
+        found = _compiled[key] = (compiled.run, compiled.function, compiled.packed_metadata, rest, stream, kernel)
+        _watched(found, kernel, grid, device, args, options)
         return
     run, function, metadata, rest, stream, _ = found
     size = len(grid)
@@ -106,9 +111,31 @@ def launch(kernel, grid, device: torch.device, args, **options):
         grid[0], grid[1] if size > 1 else 1, grid[2] if size > 2 else 1,
         stream(device.index), function, metadata, None, None, None, *args, *rest,
     )  # fmt: skip
+    _watched(found, kernel, grid, device, args, options)
 
 
-def _profiled():
+def _watched(found, kernel, grid, device, args, options):
+    """Tell who watches how to launch the same again."""
+    watch = getattr(watching, "by", None)
+    if watch is None:
+        return
+    if found is None:
+        watch.launched(lambda v, a: f"{v(launch)}({v(kernel)}, {v(grid)}, {v(device)}, ({a},), **{v(options)})", args)
+        return
+    run, function, metadata, rest, stream, _ = found
+    grid = ", ".join(map(str, (*grid, 1, 1)[:3]))
+
+    def text(v, given):
+        rest_given = "".join(f", {v(r)}" for r in rest)
+        return (
+            f"{v(run)}({grid}, {v(stream)}({device.index}), {v(function)}, {v(metadata)}, None, None, None, "
+            f"{given}{rest_given})"
+        )
+
+    watch.launched(text, args)
+
+
+def profiled():
     """Whether a profiler wants to hear of launches: then Triton does them."""
     hook = triton.knobs.runtime.launch_enter_hook
     return hook is not None and bool(getattr(hook, "calls", True))

@@ -6,7 +6,8 @@ compilers, tracers, modes and transforms. `differentiable` gives an op both, wit
 
 import torch
 
-from ._device import runs_kernels
+from ._device import runs_kernels, watching
+from ._replay import replayed
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
@@ -36,7 +37,7 @@ def _forward_ad():
 
 def is_plain(args):
     """True where these arguments can be computed on unseen: nothing traces, transforms or wraps them."""
-    if _dispatch_modes() or transforms() or _jit_tracing():
+    if _dispatch_modes() > (getattr(watching, "by", None) is not None) or transforms() or _jit_tracing():
         return False
     for t in args:
         if isinstance(t, torch.Tensor) and (type(t) not in _PLAIN or t.is_neg() or t.is_conj() or _old_batched(t)):
@@ -75,6 +76,7 @@ def differentiable(op, reference, setup_context=None, backward=None, *, like=Non
     op.register_kernel("cpu")(direct)
     registered = _by_name(op)
 
+    @replayed
     def forward(*args):
         return direct(*args) if is_plain(args) else registered(*args)
 

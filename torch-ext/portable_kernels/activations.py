@@ -19,6 +19,7 @@ from ._activation_math import ACTIVATIONS, FORMULAS, activate, activate_gradient
 from ._dispatch import differentiable, use_kernel
 from ._ops import add_op_namespace_prefix
 from ._pointwise import elements, launch_pointwise, tile_index
+from ._replay import replayed
 from ._rows import at, compute_dtype
 from ._triton import round_to, scalar, tl, triton, triton_dtype
 
@@ -119,27 +120,32 @@ def _call(op, x, activation, a, b):
     return FORMULAS[activation](x, a, b)
 
 
+@replayed
 def relu(x: Tensor) -> Tensor:
     """max(x, 0). The gradient at 0 is 0."""
     return _call("relu", x, *ACTIVATIONS["relu"])
 
 
+@replayed
 def relu_squared(x: Tensor) -> Tensor:
     """max(x, 0)^2 (So et al. 2021)."""
     return _call("relu_squared", x, *ACTIVATIONS["relu_squared"])
 
 
+@replayed
 def leaky_relu(x: Tensor, negative_slope: float = 0.01) -> Tensor:
     """x where x > 0, else negative_slope * x."""
     _checks.number("leaky_relu", "negative_slope", negative_slope)
     return _call("leaky_relu", x, "leaky_relu", negative_slope, 0.0)
 
 
+@replayed
 def silu(x: Tensor) -> Tensor:
     """x * sigmoid(x), also known as swish."""
     return _call("silu", x, *ACTIVATIONS["silu"])
 
 
+@replayed
 def gelu(x: Tensor, approximate: str = "none") -> Tensor:
     """x * Phi(x), Phi the normal distribution function (Hendrycks and Gimpel 2016).
 
@@ -151,21 +157,25 @@ def gelu(x: Tensor, approximate: str = "none") -> Tensor:
     return _call("gelu", x, *ACTIVATIONS["gelu" if approximate == "none" else "gelu_tanh"])
 
 
+@replayed
 def quick_gelu(x: Tensor) -> Tensor:
     """x * sigmoid(1.702 * x), the gelu of CLIP."""
     return _call("quick_gelu", x, *ACTIVATIONS["quick_gelu"])
 
 
+@replayed
 def sigmoid(x: Tensor) -> Tensor:
     """1 / (1 + exp(-x))."""
     return _call("sigmoid", x, *ACTIVATIONS["sigmoid"])
 
 
+@replayed
 def tanh(x: Tensor) -> Tensor:
     """(exp(x) - exp(-x)) / (exp(x) + exp(-x)), to full relative accuracy near 0."""
     return _call("tanh", x, *ACTIVATIONS["tanh"])
 
 
+@replayed
 def softplus(x: Tensor, beta: float = 1.0, threshold: float = 20.0) -> Tensor:
     """log(1 + exp(beta * x)) / beta, and x where beta * x > threshold."""
     _checks.number("softplus", "beta", beta)
@@ -173,11 +183,13 @@ def softplus(x: Tensor, beta: float = 1.0, threshold: float = 20.0) -> Tensor:
     return _call("softplus", x, "softplus", beta, threshold)
 
 
+@replayed
 def mish(x: Tensor) -> Tensor:
     """x * tanh(softplus(x)) (Misra 2019)."""
     return _call("mish", x, *ACTIVATIONS["mish"])
 
 
+@replayed
 def hardswish(x: Tensor) -> Tensor:
     """x * min(max(x + 3, 0), 6) / 6 (Howard et al. 2019). The gradient is 0 at -3 and 1 at 3."""
     return _call("hardswish", x, *ACTIVATIONS["hardswish"])

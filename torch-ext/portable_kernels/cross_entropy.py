@@ -17,6 +17,7 @@ from torch import Tensor
 from . import _checks, _losses
 from ._cross_entropy import cross_entropy_gradient, cross_entropy_rows, fwd_reference, if_soft
 from ._dispatch import is_plain, use_kernel
+from ._replay import replayed
 from ._rows import compute_dtype
 
 SECOND_ORDER = "reference"  # of vocab_parallel_cross_entropy: refused
@@ -86,6 +87,7 @@ class _VocabParallel(torch.autograd.Function):
         return (dx, *(None,) * 8)
 
 
+@replayed
 def cross_entropy(
     x: Tensor,
     target: Tensor,

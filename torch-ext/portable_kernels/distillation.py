@@ -19,6 +19,7 @@ from . import _checks, _losses
 from ._device import facts, launch
 from ._dispatch import differentiable
 from ._ops import add_op_namespace_prefix
+from ._replay import replayed
 from ._rows import at, compute_dtype, row_index
 from ._triton import cdiv, round_to, scalar, tl, triton, triton_dtype
 
@@ -327,6 +328,7 @@ _distillation = differentiable(
 )  # fmt: skip
 
 
+@replayed
 def distillation_kl(
     x: Tensor,
     teacher: Tensor,
@@ -359,6 +361,7 @@ def distillation_kl(
     return _finish(loss, labels, ignore_index, reduction)
 
 
+@replayed
 def distillation_jsd(
     x: Tensor,
     teacher: Tensor,

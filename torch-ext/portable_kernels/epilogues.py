@@ -19,6 +19,7 @@ from ._device import facts, launch
 from ._dispatch import differentiable, use_kernel
 from ._ops import add_op_namespace_prefix
 from ._pointwise import elements, launch_pointwise, tile_index
+from ._replay import replayed
 from ._rows import at, compute_dtype, row_index, rows, sum_leading
 from ._triton import cdiv, next_power_of_2, round_to, scalar, tl, triton, triton_dtype
 
@@ -252,6 +253,7 @@ _residual_scale_add = differentiable(
 )
 
 
+@replayed
 def bias_act(x: Tensor, bias: Tensor, activation: str) -> Tensor:
     """Add a bias and apply an activation, in one pass.
 
@@ -279,6 +281,7 @@ def bias_act(x: Tensor, bias: Tensor, activation: str) -> Tensor:
     return _bias_act(x, bias, *params) if use_kernel(x) else _bias_act_reference(x, bias, *params)
 
 
+@replayed
 def residual_scale_add(x: Tensor, residual: Tensor, scale: Tensor) -> Tensor:
     """Add to a residual a branch times a scale of each channel (LayerScale) or of all, in one pass.
 

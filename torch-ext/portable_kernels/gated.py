@@ -18,6 +18,7 @@ from ._activation_math import ACTIVATIONS, FORMULAS, activate, activate_gradient
 from ._dispatch import differentiable, use_kernel
 from ._ops import add_op_namespace_prefix
 from ._pointwise import elements, launch_pointwise, tile_index
+from ._replay import replayed
 from ._rows import at, compute_dtype, rows
 from ._triton import round_to, scalar, tl, triton, triton_dtype
 
@@ -256,6 +257,7 @@ _gated_pair = differentiable(
 )
 
 
+@replayed
 def gated(
     x: Tensor,
     activation: str,
@@ -320,36 +322,43 @@ def _gated_checked(op, x, activation, gate_first=True, interleaved=False, limit=
     return _gated(x, *params) if use_kernel(x) else _packed_reference(x, *params).contiguous()
 
 
+@replayed
 def silu_and_mul(x: Tensor) -> Tensor:
     """silu(x[..., :N]) * x[..., N:] of x (..., 2N), as `gated`."""
     return _gated_checked("silu_and_mul", x, "silu")
 
 
+@replayed
 def mul_and_silu(x: Tensor) -> Tensor:
     """x[..., :N] * silu(x[..., N:]) of x (..., 2N), as `gated`."""
     return _gated_checked("mul_and_silu", x, "silu", gate_first=False)
 
 
+@replayed
 def gelu_and_mul(x: Tensor) -> Tensor:
     """gelu(x[..., :N]) * x[..., N:] of x (..., 2N), as `gated`."""
     return _gated_checked("gelu_and_mul", x, "gelu")
 
 
+@replayed
 def mul_and_gelu(x: Tensor) -> Tensor:
     """x[..., :N] * gelu(x[..., N:]) of x (..., 2N), as `gated`."""
     return _gated_checked("mul_and_gelu", x, "gelu", gate_first=False)
 
 
+@replayed
 def gelu_tanh_and_mul(x: Tensor) -> Tensor:
     """gelu(x[..., :N], approximate="tanh") * x[..., N:] of x (..., 2N), as `gated`."""
     return _gated_checked("gelu_tanh_and_mul", x, "gelu_tanh")
 
 
+@replayed
 def relu_and_mul(x: Tensor) -> Tensor:
     """relu(x[..., :N]) * x[..., N:] of x (..., 2N), as `gated`."""
     return _gated_checked("relu_and_mul", x, "relu")
 
 
+@replayed
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     """Multiply `up` by an activation of `gate`: silu(gate) * up.
 
@@ -364,12 +373,14 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     return _pair("swiglu", gate, up, "silu")
 
 
+@replayed
 def geglu(gate: Tensor, up: Tensor, approximate: str = "none") -> Tensor:
     """gelu(gate, approximate) * up; the rest as `swiglu`."""
     _checks.choice("geglu", "approximate", approximate, ("none", "tanh"))
     return _pair("geglu", gate, up, "gelu" if approximate == "none" else "gelu_tanh")
 
 
+@replayed
 def reglu(gate: Tensor, up: Tensor) -> Tensor:
     """relu(gate) * up; the rest as `swiglu`."""
     return _pair("reglu", gate, up, "relu")

@@ -19,6 +19,7 @@ from ._device import facts, launch
 from ._dispatch import differentiable, use_kernel
 from ._norms import add_to, load_scale
 from ._ops import add_op_namespace_prefix
+from ._replay import replayed
 from ._rows import at, compute_dtype, plan_forward, row_index, rows, sum_leading
 from ._triton import cdiv, round_to, scalar, tl, triton, triton_dtype
 
@@ -385,6 +386,7 @@ _rms_norm_gated = differentiable(
 )
 
 
+@replayed
 def rms_norm_gated(
     x: Tensor,
     gate: Tensor,

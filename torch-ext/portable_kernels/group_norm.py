@@ -26,6 +26,7 @@ from ._group_norm import (
     _group_norm_fwd_kernel_moments,
 )
 from ._ops import add_op_namespace_prefix
+from ._replay import replayed
 from ._rows import compute_dtype
 from ._triton import cdiv, next_power_of_2, scalar, triton_dtype
 
@@ -246,6 +247,7 @@ _group_norm = differentiable(
 )  # fmt: skip
 
 
+@replayed
 def group_norm(
     x: Tensor,
     num_groups: int,

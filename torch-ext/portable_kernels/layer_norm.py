@@ -18,6 +18,7 @@ from ._device import facts, launch
 from ._dispatch import differentiable, transforms, use_kernel
 from ._norms import load_bias, load_pair, load_scale, load_sum, store_dx, store_parts
 from ._ops import add_op_namespace_prefix
+from ._replay import replayed
 from ._rows import Plan, compute_dtype, plan_forward, row_index, rows, sum_leading
 from ._triton import next_power_of_2, round_to, scalar, tl, triton, triton_dtype
 
@@ -369,6 +370,7 @@ _add_layer_norm = differentiable(
 )
 
 
+@replayed
 def layer_norm(x: Tensor, weight: Optional[Tensor] = None, bias: Optional[Tensor] = None, eps: float = 1e-5) -> Tensor:
     """Normalise the trailing dimensions to mean 0 and variance 1, then scale and shift them.
 
@@ -395,6 +397,7 @@ def layer_norm(x: Tensor, weight: Optional[Tensor] = None, bias: Optional[Tensor
     return _without_kernels(x, weight, bias, eps, x.dtype, compute_dtype(x, weight, bias))
 
 
+@replayed
 def add_layer_norm(
     x: Tensor,
     residual: Tensor,

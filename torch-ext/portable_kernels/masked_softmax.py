@@ -15,6 +15,7 @@ from . import _checks
 from ._device import facts, launch
 from ._dispatch import differentiable, use_kernel
 from ._ops import add_op_namespace_prefix
+from ._replay import replayed
 from ._rows import at, compute_dtype, plan_any_dim, row_index, rows
 from ._triton import round_to, scalar, tl, triton, triton_dtype
 
@@ -234,6 +235,7 @@ _masked_softmax = differentiable(
 )
 
 
+@replayed
 def masked_softmax(
     x: Tensor, mask: Optional[Tensor] = None, *, scale: float = 1.0, causal: Union[bool, str] = False
 ) -> Tensor:

@@ -19,6 +19,7 @@ from ._device import facts, launch
 from ._dispatch import differentiable, use_kernel
 from ._modulated_norm import _modulated_norm_bwd_kernel, _modulated_norm_fwd_kernel
 from ._ops import add_op_namespace_prefix
+from ._replay import replayed
 from ._rows import compute_dtype, plan_forward, rows, sum_leading
 from ._triton import cdiv, scalar, triton_dtype
 
@@ -255,6 +256,7 @@ def _backward(ctx, dy, ds, _):
 _modulated_norm = differentiable(modulated_norm_fwd, _fwd_reference, _setup_context, _backward)
 
 
+@replayed
 def modulated_layer_norm(
     x: Tensor,
     scale: Tensor,
@@ -292,6 +294,7 @@ def modulated_layer_norm(
     return _public_checked("modulated_layer_norm", x, scale, shift, eps, weight, residual, gate, True)
 
 
+@replayed
 def modulated_rms_norm(
     x: Tensor,
     scale: Tensor,

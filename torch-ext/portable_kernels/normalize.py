@@ -16,6 +16,7 @@ from . import _checks
 from ._device import facts, launch
 from ._dispatch import differentiable, use_kernel
 from ._ops import add_op_namespace_prefix
+from ._replay import replayed
 from ._rows import at, compute_dtype, plan_any_dim, row_index, rows
 from ._triton import round_to, scalar, tl, triton, triton_dtype
 
@@ -252,6 +253,7 @@ def _backward(ctx, dy):
 _normalize = differentiable(normalize_fwd, _fwd_reference, _setup_context, _backward, rowwise=_rows_of(0))
 
 
+@replayed
 def normalize(x: Tensor, p: float = 2.0, dim: int = -1, eps: float = 1e-12, *, mode: str = "max") -> Tensor:
     """Divide rows by their norm.
 

@@ -22,6 +22,7 @@ from . import _checks
 from ._dispatch import differentiable, use_kernel
 from ._ops import add_op_namespace_prefix
 from ._reductions import KINDS, reduce, reduce_backward, scan
+from ._replay import replayed
 from ._rows import compute_dtype
 
 SECOND_ORDER = "reference"
@@ -236,12 +237,14 @@ _cumsum = differentiable(
 )  # fmt: skip
 
 
+@replayed
 def sum(x: Tensor, dim: _Dims = None, keepdim: bool = False, *, dtype: Optional[torch.dtype] = None) -> Tensor:
     """Add up. Integers and bool: int64, unless `dtype` says otherwise."""
     x, dtype = _converted("sum", x, dtype)
     return _call("sum", x, dim, keepdim, "sum", dtype=dtype)
 
 
+@replayed
 def mean(x: Tensor, dim: _Dims = None, keepdim: bool = False, *, dtype: Optional[torch.dtype] = None) -> Tensor:
     """Add up and divide by the number of elements, NaN where there are none. Integers and bool: with a `dtype`."""
     if dtype is None:
@@ -250,16 +253,19 @@ def mean(x: Tensor, dim: _Dims = None, keepdim: bool = False, *, dtype: Optional
     return _call("mean", x, dim, keepdim, "mean", dtype=dtype)
 
 
+@replayed
 def amax(x: Tensor, dim: _Dims = None, keepdim: bool = False) -> Tensor:
     """The largest element, or NaN if there is one. Elements that tie share the gradient evenly. Integers, bool too."""
     return _call("amax", x, dim, keepdim, "amax", integers=_INTEGERS, nonempty=True)
 
 
+@replayed
 def amin(x: Tensor, dim: _Dims = None, keepdim: bool = False) -> Tensor:
     """The smallest element, as `amax`."""
     return _call("amin", x, dim, keepdim, "amin", integers=_INTEGERS, nonempty=True)
 
 
+@replayed
 def argmax(x: Tensor, dim: Optional[int] = None, keepdim: bool = False) -> Tensor:
     """The index (int64) of the first NaN, else of the first of the largest elements. Integers too.
 
@@ -268,11 +274,13 @@ def argmax(x: Tensor, dim: Optional[int] = None, keepdim: bool = False) -> Tenso
     return _arg("argmax", x, dim, keepdim)
 
 
+@replayed
 def argmin(x: Tensor, dim: Optional[int] = None, keepdim: bool = False) -> Tensor:
     """The index of the smallest element, as `argmax`."""
     return _arg("argmin", x, dim, keepdim)
 
 
+@replayed
 def var(x: Tensor, dim: _Dims = None, *, correction: float = 1, keepdim: bool = False) -> Tensor:
     """The sum of squared deviations from the mean, over the number of elements less `correction`.
 
@@ -282,12 +290,14 @@ def var(x: Tensor, dim: _Dims = None, *, correction: float = 1, keepdim: bool = 
     return _call("var", x, dim, keepdim, "var", correction)
 
 
+@replayed
 def std(x: Tensor, dim: _Dims = None, *, correction: float = 1, keepdim: bool = False) -> Tensor:
     """The square root of `var`. The gradient is 0 where the result is."""
     _checks.number("std", "correction", correction)
     return _call("std", x, dim, keepdim, "std", correction)
 
 
+@replayed
 def logsumexp(x: Tensor, dim: _Dims = None, keepdim: bool = False) -> Tensor:
     """log(sum(exp(x))), without overflow; -inf of nothing and of nothing but -inf. Integers and bool: in float32."""
     if isinstance(x, Tensor) and x.dtype in _INTEGERS:
@@ -295,6 +305,7 @@ def logsumexp(x: Tensor, dim: _Dims = None, keepdim: bool = False) -> Tensor:
     return _call("logsumexp", x, dim, keepdim, "logsumexp")
 
 
+@replayed
 def vector_norm(
     x: Tensor, ord: float = 2, dim: _Dims = None, keepdim: bool = False, *, dtype: Optional[torch.dtype] = None
 ) -> Tensor:
@@ -311,6 +322,7 @@ def vector_norm(
     return _call("vector_norm", x, dim, keepdim, kind, ord, dtype=dtype, nonempty=ord < 0 or ord == _INF)
 
 
+@replayed
 def cumsum(x: Tensor, dim: int, *, dtype: Optional[torch.dtype] = None) -> Tensor:
     """Running sums along a dimension. Integers and bool: int64, unless `dtype` says otherwise."""
     x, dtype = _converted("cumsum", x, dtype)

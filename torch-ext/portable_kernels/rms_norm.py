@@ -16,6 +16,7 @@ from ._device import facts, launch
 from ._dispatch import differentiable, use_kernel
 from ._norms import load_bias, load_pair, load_scale, load_sum, store_dx, store_parts
 from ._ops import add_op_namespace_prefix
+from ._replay import replayed
 from ._rows import compute_dtype, plan_forward, row_index, rows, sum_leading
 from ._triton import round_to, scalar, tl, triton, triton_dtype
 
@@ -342,6 +343,7 @@ _add_rms_norm = differentiable(
 )
 
 
+@replayed
 def rms_norm(
     x: Tensor,
     weight: Optional[Tensor] = None,
@@ -381,6 +383,7 @@ def rms_norm(
     return rms_norm_reference(x, weight, eps, bias=bias, offset=offset, casting=casting).contiguous()
 
 
+@replayed
 def add_rms_norm(
     x: Tensor,
     residual: Tensor,

@@ -17,6 +17,7 @@ from torch import Tensor
 from . import _checks
 from ._dispatch import differentiable, use_kernel
 from ._ops import add_op_namespace_prefix
+from ._replay import replayed
 from ._rotary import norm_rotary_backward, rotate
 from ._rotary_layout import (
     check_index,
@@ -296,6 +297,7 @@ def _norm_backward(ctx, dq, dk):
 _qk_norm_rotary = differentiable(qk_norm_rotary_fwd, _norm_fwd_reference, _norm_setup_context, _norm_backward)
 
 
+@replayed
 def apply_rotary_pos_emb(
     q: Optional[Tensor],
     k: Optional[Tensor],
@@ -340,6 +342,7 @@ def apply_rotary_pos_emb(
     )  # fmt: skip
 
 
+@replayed
 def rotary(
     x: Tensor,
     cos: Tensor,
@@ -402,6 +405,7 @@ def rotary(
     )[0]  # fmt: skip
 
 
+@replayed
 def qk_norm_rotary(
     q: Optional[Tensor],
     k: Optional[Tensor],

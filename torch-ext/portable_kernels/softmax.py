@@ -16,6 +16,7 @@ from . import _checks
 from ._device import facts, launch
 from ._dispatch import differentiable, use_kernel
 from ._ops import add_op_namespace_prefix
+from ._replay import replayed
 from ._rows import at, compute_dtype, plan_any_dim, row_index, rows
 from ._triton import round_to, tl, triton, triton_dtype
 
@@ -210,6 +211,7 @@ def _backward(ctx, dy):
 _softmax = differentiable(softmax_fwd, _fwd_reference, _setup_context, _backward, rowwise=_rows_of(0))
 
 
+@replayed
 def softmax(x: Tensor, dim: int, dtype: Optional[torch.dtype] = None) -> Tensor:
     """Turn a dimension into probabilities.
 
@@ -234,6 +236,7 @@ def softmax(x: Tensor, dim: int, dtype: Optional[torch.dtype] = None) -> Tensor:
     return torch.nn.functional.softmax(x, dim, dtype=dtype).contiguous()
 
 
+@replayed
 def log_softmax(x: Tensor, dim: int, dtype: Optional[torch.dtype] = None) -> Tensor:
     """Turn a dimension into logarithms of probabilities.
 

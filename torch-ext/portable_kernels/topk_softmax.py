@@ -15,6 +15,7 @@ from . import _checks
 from ._device import facts, launch
 from ._dispatch import differentiable, use_kernel
 from ._ops import add_op_namespace_prefix
+from ._replay import replayed
 from ._rows import at, compute_dtype, row_index, rows
 from ._triton import next_power_of_2, round_to, tl, triton, triton_dtype
 
@@ -187,6 +188,7 @@ def _backward(ctx, dweights, _):
 _topk_softmax = differentiable(topk_softmax_fwd, _reference, _setup_context, _backward, rowwise=lambda *_: [0])
 
 
+@replayed
 def topk_softmax(
     x: Tensor, k: int, *, renormalize: bool = False, dtype: Optional[torch.dtype] = None
 ) -> tuple[Tensor, Tensor]:

@@ -1,0 +1,234 @@
+"""What `sweep.py` measures: an op, its inputs at the sizes of models, PyTorch's way to do it, and its traffic."""
+
+import math
+from typing import Callable, NamedTuple, Optional
+
+import torch
+import torch.nn.functional as F
+
+
+class Workload(NamedTuple):
+    """One op. A shape is what `make` takes; all ways take (what `make` returns), ours the package before them."""
+
+    make: Callable
+    ours: Callable
+    torch: Callable
+    cases: dict  # name: shape
+    tiny: tuple  # the shape at which the host's share of a call is all there is to measure
+    forward: Optional[Callable] = None  # shape -> bytes read and written, None: not measured
+    backward: Optional[Callable] = None
+    flops: Optional[Callable] = None  # shape -> of the forward; the measure is then TFLOP/s
+    grads: tuple = (0,)  # the inputs with gradients
+    peers: dict = {}  # name: () -> way, which may fail where it is not installed
+
+
+def rand(*shape):
+    return torch.randn(shape, device="cuda", dtype=torch.bfloat16)
+
+
+def streams(count, itemsize=2):
+    """Bytes of so many tensors of the shape."""
+    return lambda shape: count * itemsize * math.prod(shape)
+
+
+WIDTHS = {f"{2**27 // n} x {n}": (2**27 // n, n) for n in (256, 1024, 4096, 8192, 16384, 32768, 65536, 131072, 262144)}
+MLP = {"llama3_8b": (16384, 14336), "bert_large": (32768, 4096)}
+LOGITS = {"llama2_7b": (8388, 32000), "llama3_8b": (2092, 128256), "gemma3": (1024, 262144)}
+
+
+def _liger(name, attribute=None):
+    def find():
+        from liger_kernel import ops
+
+        return getattr(getattr(ops, name), attribute).apply
+
+    return find
+
+
+def _liger_rms_norm():
+    from liger_kernel.ops.rms_norm import LigerRMSNormFunction
+
+    return lambda x, w: LigerRMSNormFunction.apply(x, w, 1e-6, 0.0, "llama", False)
+
+
+def _liger_softmax():
+    from liger_kernel.ops.softmax import LigerSoftmaxFunction
+
+    return LigerSoftmaxFunction.apply
+
+
+def _liger_layer_norm():
+    from liger_kernel.ops.layer_norm import LigerLayerNormFunction
+
+    return lambda x, w, b: LigerLayerNormFunction.apply(x, w, b, 1e-5)
+
+
+def _liger_swiglu():
+    from liger_kernel.ops.swiglu import LigerSiLUMulFunction
+
+    return LigerSiLUMulFunction.apply
+
+
+def _quack_rms_norm():
+    from quack import rmsnorm
+
+    return lambda x, w: rmsnorm(x, w, eps=1e-6)
+
+
+def _quack_softmax():
+    from quack import softmax
+
+    return softmax
+
+
+def _quack_cross_entropy():
+    from quack import cross_entropy
+
+    return lambda x, t: cross_entropy(x, t, reduction="mean")
+
+
+def _rotary(q, k, cos, sin):
+    def one(x):
+        first, second = x.chunk(2, -1)
+        return x * cos.unsqueeze(1) + torch.cat((-second, first), -1) * sin.unsqueeze(1)
+
+    return one(q), one(k)
+
+
+def _make_rotary(B, S, HQ, HK, D):
+    angles = torch.arange(S, device="cuda")[:, None] * 10000.0 ** (-torch.arange(0, D, 2, device="cuda") / D)
+    angles = torch.cat((angles, angles), -1).expand(B, S, D)
+    q, k = (rand(B, S, H, D).transpose(1, 2) for H in (HQ, HK))
+    return q, k, angles.cos().bfloat16(), angles.sin().bfloat16()
+
+
+def _rms_norm(x, w):
+    return F.rms_norm(x, w.shape, w, 1e-6)
+
+
+def _distillation(x, teacher):
+    return F.kl_div(x.float().log_softmax(-1), teacher.float().log_softmax(-1), log_target=True, reduction="batchmean")
+
+
+WORKLOADS = {
+    "softmax": Workload(
+        lambda *s: (rand(*s),), lambda k, x: k.softmax(x), lambda x: torch.softmax(x, -1), WIDTHS, (1, 256),
+        streams(2), streams(3), peers={"liger": _liger_softmax, "quack": _quack_softmax},
+    ),
+    "log_softmax": Workload(
+        lambda *s: (rand(*s),), lambda k, x: k.log_softmax(x), lambda x: torch.log_softmax(x, -1),
+        {"131072 x 1024": (131072, 1024), "4096 x 32768": (4096, 32768)}, (1, 256), streams(2), streams(3),
+    ),
+    "masked_softmax": Workload(
+        lambda B, H, Q, K: (rand(B, H, Q, K), (torch.rand(B, 1, Q, K, device="cuda") < 0.9)),
+        lambda k, x, m: k.masked_softmax(x, m), lambda x, m: torch.softmax(x.masked_fill(~m, float("-inf")), -1),
+        {"bert_large": (16, 16, 512, 512), "long": (1, 16, 4096, 4096)}, (1, 1, 1, 64), streams(2), streams(3),
+    ),
+    "topk_softmax": Workload(
+        lambda *s: (rand(*s),), lambda k, x: k.topk_softmax(x, 8, renormalize=True)[0],
+        lambda x: (lambda v: v / v.sum(-1, keepdim=True))(torch.softmax(x.float(), -1).topk(8).values).to(x.dtype),
+        {"qwen3_moe": (131072, 128), "deepseek": (131072, 256)}, (1, 128), streams(1), streams(2),
+    ),
+    "rms_norm": Workload(
+        lambda *s: (rand(*s), rand(s[-1])), lambda k, x, w: k.rms_norm(x, w, eps=1e-6), _rms_norm,
+        {"1048576 x 128": (2**20, 128), **WIDTHS}, (1, 256), streams(2), streams(3), grads=(0, 1),
+        peers={"liger": _liger_rms_norm, "quack": _quack_rms_norm},
+    ),
+    "add_rms_norm": Workload(
+        lambda *s: (rand(*s), rand(*s), rand(s[-1])), lambda k, x, r, w: k.add_rms_norm(x, r, w, eps=1e-6),
+        lambda x, r, w: (_rms_norm(x + r, w), x + r),
+        {"32768 x 4096": (32768, 4096), "8192 x 16384": (8192, 16384)}, (1, 256), streams(4), streams(4),
+        grads=(0, 1, 2),
+    ),
+    "layer_norm": Workload(
+        lambda *s: (rand(*s), rand(s[-1]), rand(s[-1])), lambda k, x, w, b: k.layer_norm(x, w.shape, w, b),
+        lambda x, w, b: F.layer_norm(x, w.shape, w, b), WIDTHS, (1, 256), streams(2), streams(3), grads=(0, 1, 2),
+        peers={"liger": _liger_layer_norm},
+    ),
+    "rms_norm_gated": Workload(
+        lambda *s: (rand(*s), rand(*s), rand(s[-1])), lambda k, x, g, w: k.rms_norm_gated(x, g, w),
+        lambda x, g, w: _rms_norm(x, w) * F.silu(g), {"qwen3_next": (524288, 128), "mamba2": (32768, 4096)}, (1, 128),
+        streams(3), streams(5), grads=(0, 1, 2),
+    ),
+    "modulated_layer_norm": Workload(
+        lambda B, S, N: (rand(B, S, N), rand(B, 1, N), rand(B, 1, N)),
+        lambda k, x, scale, shift: k.modulated_layer_norm(x, scale, shift),
+        lambda x, scale, shift: F.layer_norm(x, x.shape[-1:], eps=1e-6) * (1 + scale) + shift,
+        {"flux": (4, 4608, 3072), "dit_xl": (64, 1024, 1152)}, (1, 1, 256), streams(2), streams(3), grads=(0, 1, 2),
+    ),
+    "group_norm": Workload(
+        lambda B, C, H: (rand(B, C, H, H), rand(C), rand(C)),
+        lambda k, x, w, b: k.group_norm(x, 32, w, b, activation="silu"),
+        lambda x, w, b: F.silu(F.group_norm(x, 32, w, b)), {"sdxl": (8, 320, 128), "vae": (2, 256, 512)}, (1, 32, 4),
+        lambda s: 4 * s[0] * s[1] * s[2] ** 2, lambda s: 6 * s[0] * s[1] * s[2] ** 2, grads=(0, 1, 2),
+    ),
+    "normalize": Workload(
+        lambda *s: (rand(*s),), lambda k, x: k.normalize(x), F.normalize,
+        {"embeddings": (131072, 1024), "heads": (2**20, 128)}, (1, 256), streams(2), streams(3),
+    ),
+    **{
+        name: Workload(
+            lambda *s: (rand(*s),), lambda k, x, name=name: getattr(k, name)(x), way, MLP, (256,), streams(2),
+            streams(3),
+        )
+        for name, way in {
+            "relu": F.relu, "silu": F.silu, "gelu": F.gelu, "quick_gelu": lambda x: x * torch.sigmoid(1.702 * x),
+            "tanh": torch.tanh, "sigmoid": torch.sigmoid, "softplus": F.softplus, "mish": F.mish,
+            "hardswish": F.hardswish, "relu_squared": lambda x: F.relu(x).square(),
+        }.items()
+    },
+    "swiglu": Workload(
+        lambda *s: (rand(*s), rand(*s)), lambda k, g, u: k.swiglu(g, u), lambda g, u: F.silu(g) * u, MLP, (256,),
+        streams(3), streams(5), grads=(0, 1), peers={"liger": _liger_swiglu},
+    ),
+    "silu_and_mul": Workload(
+        lambda M, N: (rand(M, 2 * N),), lambda k, x: k.silu_and_mul(x),
+        lambda x: F.silu(x[..., : x.shape[-1] // 2]) * x[..., x.shape[-1] // 2 :], {"llama3_8b": (8192, 14336)},
+        (1, 256), streams(3), streams(5),
+    ),
+    "bias_act": Workload(
+        lambda M, N: (rand(M, N), rand(N)), lambda k, x, b: k.bias_act(x, b, "gelu"), lambda x, b: F.gelu(x + b), MLP,
+        (1, 256), streams(2), streams(3), grads=(0, 1),
+    ),
+    "residual_scale_add": Workload(
+        lambda M, N: (rand(M, N), rand(M, N), rand(N)), lambda k, x, r, s: k.residual_scale_add(x, r, s),
+        lambda x, r, s: r + x * s, {"vit_g": (65536, 1408)}, (1, 256), streams(3), streams(3), grads=(0, 1, 2),
+    ),
+    "dropout": Workload(
+        lambda *s: (rand(*s),), lambda k, x: k.dropout(x, 0.1), lambda x: F.dropout(x, 0.1), MLP, (256,),
+        streams(2), streams(2),
+    ),
+    "apply_rotary_pos_emb": Workload(
+        _make_rotary, lambda k, *a: k.apply_rotary_pos_emb(*a), _rotary,
+        {"llama3_8b": (2, 8192, 32, 8, 128), "pythia": (8, 2048, 40, 40, 64)}, (1, 1, 2, 2, 64),
+        lambda s: 4 * s[0] * s[1] * (s[2] + s[3]) * s[4], lambda s: 4 * s[0] * s[1] * (s[2] + s[3]) * s[4],
+        grads=(0, 1),
+    ),
+    "cross_entropy": Workload(
+        lambda T, V: (rand(T, V), torch.randint(0, V, (T,), device="cuda")), lambda k, x, t: k.cross_entropy(x, t),
+        F.cross_entropy, LOGITS, (4, 256), streams(1), streams(2), peers={"quack": _quack_cross_entropy},
+    ),
+    "distillation_kl": Workload(
+        lambda T, V: (rand(T, V), rand(T, V)), lambda k, x, t: k.distillation_kl(x, t), _distillation,
+        {"llama3_8b": (2092, 128256)}, (4, 256), streams(2), streams(3),
+    ),
+    **{
+        f"reductions.{name}{suffix}": Workload(
+            lambda *s: (rand(*s),), lambda k, x, name=name, dim=dim: getattr(k.reductions, name)(x, dim),
+            lambda x, name=name, dim=dim: getattr(torch, name)(x, dim), cases, (4, 256), streams(1),
+            streams(2) if name in ("logsumexp", "var") else None,
+        )
+        for name, suffix, dim, cases in (
+            ("sum", " of rows", -1, {"32768 x 4096": (32768, 4096), "16 x 8388608": (16, 2**23)}),
+            ("sum", " of columns", 0, {"32768 x 4096": (32768, 4096), "8388608 x 16": (2**23, 16)}),
+            ("amax", " of rows", -1, {"32768 x 4096": (32768, 4096)}),
+            ("argmax", " of rows", -1, {"32768 x 4096": (32768, 4096), "2092 x 128256": (2092, 128256)}),
+            ("var", " of rows", -1, {"32768 x 4096": (32768, 4096)}),
+            ("logsumexp", " of rows", -1, {"2092 x 128256": (2092, 128256)}),
+        )
+    },
+    "reductions.cumsum": Workload(
+        lambda *s: (rand(*s),), lambda k, x: k.reductions.cumsum(x, -1), lambda x: torch.cumsum(x, -1),
+        {"32768 x 4096": (32768, 4096), "16 x 8388608": (16, 2**23)}, (4, 256), streams(2),
+    ),
+}  # fmt: skip
