@@ -1,0 +1,238 @@
+"""Calls of a kind that was seen before are repeated: with functions that count how often they are really called."""
+
+import inspect
+import threading
+
+import pytest
+import torch
+
+
+@pytest.fixture
+def replayed(internals, monkeypatch):
+    """replayed(function), and .calls on the result: the arguments of the calls that were not repeats."""
+    module = internals("_replay")
+    monkeypatch.setattr(module._device, "runs_kernels", lambda device: True)
+
+    def wrap(function):
+        calls = []
+
+        def noted(*args, **kwargs):
+            calls.append((args, kwargs))
+            return function(*args, **kwargs)
+
+        wrapped = module.replayed(noted)
+        wrapped.calls = calls
+        return wrapped
+
+    return wrap
+
+
+def scaled(x, w, factor=2.0):
+    """Memory of its own, an op that writes to it, a view, and a sum."""
+    y = torch.empty_like(x)
+    torch.mul(x, w, out=y)
+    total = y.new_zeros(()).add_(y.sum())
+    return y.flatten()[: x.shape[0]] * factor, None, total
+
+
+def same(actual, expected):
+    return all(a is e is None or torch.equal(a, e) for a, e in zip(actual, expected))
+
+
+def test_a_repeat_computes_on_what_it_is_given(replayed, device):
+    f = replayed(scaled)
+    for _ in range(3):
+        x, w = torch.randn(4, 6, device=device), torch.randn(6, device=device)
+        kept = x.clone()
+        assert same(f(x, w), scaled(x, w)) and torch.equal(x, kept)
+    assert len(f.calls) == 1
+    x, w = torch.randn(4, 6, device=device), torch.randn(6, device=device)
+    first = f(x, w)
+    copy = [None if t is None else t.clone() for t in first]
+    f(x + 1, w)
+    assert same(first, copy), "a repeat wrote to an earlier result"
+
+
+@pytest.mark.parametrize(
+    "what, x, options",
+    [
+        ("dtype", torch.zeros(4, 6, dtype=torch.float64), {}),
+        ("shape", torch.zeros(5, 6), {}),
+        ("strides", torch.zeros(6, 4).t(), {}),
+        ("alignment", torch.zeros(25)[1:].view(4, 6), {}),
+        ("a value", torch.zeros(4, 6), {"factor": 3.0}),
+        ("a value's type", torch.zeros(4, 6), {"factor": 2}),
+        ("a keyword", torch.zeros(4, 6), {"factor": 2.0}),
+    ],
+)
+def test_another_kind_of_call_is_made(replayed, device, what, x, options):
+    f = replayed(scaled)
+    w = torch.zeros(6, device=device)
+    f(torch.zeros(4, 6, device=device), w)
+    if what != "alignment":
+        x = x.to(device)
+    else:
+        x = torch.zeros(25, device=device)[1:].view(4, 6)
+    f(x, w.to(x.dtype), **options)
+    assert len(f.calls) == 2, what
+
+
+def test_global_settings_are_of_the_kind(replayed, device):
+    f = replayed(lambda a, b: a @ b)
+    a, b = torch.randn(4, 4, device=device), torch.randn(4, 4, device=device)
+    f(a, b)
+    with torch.autocast(device.type, torch.bfloat16):
+        assert f(a, b).dtype == torch.bfloat16 and f(a, b).dtype == torch.bfloat16
+    assert f(a, b).dtype == torch.float32 and len(f.calls) == 2
+
+
+def test_gradients_are_not_repeated_past(replayed, device):
+    f = replayed(lambda x: x * 2)
+    x = torch.randn(3, device=device)
+    f(x)
+    y = f(x.requires_grad_())
+    (dx,) = torch.autograd.grad(y.sum(), x)
+    assert torch.equal(dx, torch.full_like(x, 2)) and len(f.calls) == 2
+    with torch.no_grad():
+        assert not f(x).requires_grad
+    with torch.inference_mode():
+        assert f(x).is_inference()
+
+
+def test_one_tensor_twice(replayed, device):
+    """Which of two arguments an op was given cannot be told when they are one."""
+    f = replayed(lambda a, b: a - 2 * b)
+    x, y = torch.randn(3, device=device), torch.randn(3, device=device)
+    for a, b in ((x, x), (x, y), (y, x), (x, x)):
+        assert torch.equal(f(a, b), a - 2 * b)
+    assert len(f.calls) == 2  # the first, which tells nothing, and the second
+
+
+def test_what_depends_on_values_is_not_repeated(replayed, device):
+    functions = [
+        lambda x: x * 2 if x.sum() > 0 else x,
+        lambda x: x[x > 0],
+        lambda x: x * x.max().item(),
+        lambda x: x * len(x.nonzero()),
+    ]
+    for function in functions:
+        f = replayed(function)
+        for x in (torch.ones(3, device=device), -torch.ones(3, device=device), torch.eye(3, device=device)[0]):
+            assert torch.equal(f(x), function(x))
+        assert len(f.calls) == 3
+
+
+def test_a_tensor_of_its_own_is_not_repeated(replayed, device):
+    """A tensor that is no argument may be another by the next call."""
+    state = {"t": torch.ones(3, device=device)}
+    f = replayed(lambda x: x + state["t"])
+    f(torch.zeros(3, device=device))
+    state["t"] = torch.full((3,), 5.0, device=device)
+    assert f(torch.zeros(3, device=device))[0] == 5
+
+
+def test_draws_anew(replayed, device):
+    f = replayed(lambda x: torch.randint(2**40, (4,), device=x.device))
+    x = torch.zeros(3, device=device)
+    torch.manual_seed(0)
+    drawn = [f(x) for _ in range(3)]
+    torch.manual_seed(0)
+    assert all(torch.equal(t, torch.randint(2**40, (4,), device=device)) for t in drawn) and len(f.calls) == 1
+
+
+def test_errors_are_raised_each_time(replayed, device):
+    def refuse(x):
+        raise ValueError("no")
+
+    f = replayed(refuse)
+    for _ in range(3):
+        with pytest.raises(ValueError):
+            f(torch.zeros(3, device=device))
+    assert len(f.calls) == 3
+
+
+def test_arguments_that_are_not_understood(replayed, device):
+    f = replayed(lambda x, sizes: x.reshape(sizes))
+    x = torch.zeros(4, device=device)
+    for sizes in ([2, 2], [4, 1], (2, 2), (2, 2)):
+        assert f(x, sizes).shape == tuple(sizes)
+    assert len(f.calls) == 3  # lists can change: they are not remembered
+
+
+def test_modes_and_transforms_see_every_call(replayed, device):
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Seen(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            seen.append(func)
+            return func(*args, **(kwargs or {}))
+
+    f, seen, x = replayed(lambda x: x.sin()), [], torch.randn(3, device=device)
+    f(x), f(x)
+    with Seen():
+        f(x)
+    assert len(seen) == 1 and len(f.calls) == 2
+    assert torch.equal(torch.func.grad(lambda x: f(x).sum())(x), x.cos())
+    assert torch.equal(torch.func.vmap(f)(x), x.sin())
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(x, torch.ones_like(x))
+        assert torch.equal(torch.autograd.forward_ad.unpack_dual(f(dual)).tangent, x.cos())
+
+
+def test_threads(replayed, device):
+    f, wrong = replayed(scaled), []
+
+    def work(seed):
+        generator = torch.Generator().manual_seed(seed)
+        for i in range(50):
+            x, w = (torch.randn(s, generator=generator).to(device) for s in ((2 + i % 5, 6), (6,)))
+            if not same(f(x, w), scaled(x, w)):
+                wrong.append((seed, i))
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join()
+    assert not wrong
+
+
+def test_memory_of_a_repeat_is_the_callers(replayed, device):
+    """Nothing that a call was given, or gave, is kept."""
+    import weakref
+
+    f = replayed(scaled)
+    x, w = torch.randn(4, 6, device=device), torch.randn(6, device=device)
+    result = f(x, w)
+    gone = [weakref.ref(t) for t in (x, w, result[0], result[2])]
+    del x, w, result
+    f.calls.clear()
+    assert all(t() is None for t in gone)
+
+
+def test_kinds_are_forgotten(replayed, internals, device, monkeypatch):
+    monkeypatch.setattr(internals("_replay"), "_LIMIT", 8)
+    f = replayed(lambda x: x + 1)
+    for n in range(1, 40):
+        assert f(torch.zeros(n, device=device)).shape == (n,)
+    f(torch.zeros(39, device=device))
+    assert len(f.calls) == 39
+
+
+def test_signatures_are_those_of_the_functions(kernel):
+    assert list(inspect.signature(kernel.rms_norm).parameters)[:3] == ["x", "weight", "eps"]
+    assert kernel.rms_norm.__name__ == "rms_norm" and kernel.rms_norm.__doc__
+
+
+def test_public_functions_repeat(kernel, device, on_kernels, internals, monkeypatch):
+    if not on_kernels:
+        pytest.skip("kernels alone are repeated")
+    watch = internals("_replay")._watch
+    watched = []
+    monkeypatch.setattr(internals("_replay"), "_watch", lambda *a: watched.append(a) or watch(*a))
+    x, w = torch.randn(5, 37, device=device), torch.randn(37, device=device)
+    for f in (lambda: kernel.rms_norm(x, w), lambda: kernel.softmax(x), lambda: kernel.silu_and_mul(x[:, 1:]),
+              lambda: kernel.layer_norm(x, (37,), w, w.clone()), lambda: kernel.reductions.sum(x, 0)):  # fmt: skip
+        first = f()
+        count = len(watched)
+        assert torch.equal(f(), first) and torch.equal(f(), first) and len(watched) == count
