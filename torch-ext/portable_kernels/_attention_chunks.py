@@ -149,3 +149,52 @@ def forward_in_chunks(
         out = unpad(out, cu_q, T)
         lse = unpad(lse.transpose(1, 2), cu_q, T, -torch.inf).t().contiguous()
     return out, lse
+
+
+def backward_in_chunks(
+    q, k, v, dout, dlse, out, lse, cu_q, cu_k, mask, alibi, sinks, seed,
+    max_q, max_k, scale, left, right, top_left, softcap, dropout_p, need_dmask, need_dsinks,
+):  # fmt: skip
+    """Gradients of q, k, v, the mask and the sinks."""
+    rows_q, rows_k = q.shape[0], k.shape[0]
+    if cu_q is not None:
+        q, dout, out = (pad(t, cu_q, max_q) for t in (q, dout, out))
+        k, v = (pad(t, cu_k, max_k) for t in (k, v))
+        lse, dlse = (None if t is None else pad(t.t(), cu_q, max_q).transpose(1, 2) for t in (lse, dlse))
+    chunks = Chunks(
+        q, k, lengths(cu_q), lengths(cu_k), mask, alibi, seed, scale, left, right, top_left, softcap, dropout_p
+    )
+    compute = chunks.compute
+    delta = (dout.to(compute) * out.to(compute)).sum(-1).transpose(1, 2)
+    if dlse is not None:
+        delta = delta - dlse
+    dq, dmask = torch.empty(q.shape, dtype=q.dtype, device=q.device), q.new_empty(0)
+    dk = torch.zeros((*k.shape[:1], k.shape[2], k.shape[1], k.shape[3]), dtype=compute, device=k.device)
+    dv = torch.zeros((*v.shape[:1], v.shape[2], v.shape[1], v.shape[3]), dtype=compute, device=v.device)
+    if need_dmask:
+        dmask = torch.empty(mask.shape, dtype=mask.dtype, device=q.device)
+    v = v.to(compute).transpose(1, 2)
+    for part in chunks:
+        s, gain = chunks.scores(part)
+        row = lse[:, :, part, None].to(compute)
+        p = torch.exp(s - torch.where(row == -torch.inf, torch.inf, row))
+        kept = chunks.kept(part)
+        do = chunks.rows(dout, part)
+        dv += chunks.group(p * kept).mT @ do
+        dp = chunks.split(do @ v.mT, part) * kept
+        ds = torch.where(p == 0, 0.0, p * (dp - delta[:, :, part, None]))  # whatever a masked key's value is
+        if need_dmask:
+            dmask[:, :, part] = ds.to(mask.dtype)
+        ds = chunks.group((ds if gain is None else ds * gain) * scale)
+        dk += ds.mT @ chunks.rows(q, part)
+        dq[:, part] = chunks.split(ds @ chunks.k, part).transpose(1, 2).to(q.dtype)
+    dk, dv = (t.transpose(1, 2).to(q.dtype).contiguous() for t in (dk, dv))
+    dsinks = q.new_empty(0)
+    if need_dsinks:
+        share = torch.where(lse == -torch.inf, 0.0, torch.exp(sinks.to(compute)[:, None] - lse) * delta)
+        if cu_q is not None:
+            share = share.masked_fill((torch.arange(max_q, device=q.device) >= lengths(cu_q)[:, None])[:, None], 0.0)
+        dsinks = -share.sum((0, 2)).to(sinks.dtype)
+    if cu_q is not None:
+        dq, dk, dv = unpad(dq, cu_q, rows_q), unpad(dk, cu_k, rows_k), unpad(dv, cu_k, rows_k)
+    return dq, dk, dv, dmask, dsinks

@@ -40,6 +40,10 @@ class Plan(NamedTuple):
     STAGES: int
     num_warps: int
 
+    def options(self):
+        """What the launch takes."""
+        return {"DESC": self.kind == "descriptor", **{n: v for n, v in self._asdict().items() if n != "kind"}}
+
     def fits(self, block_d, itemsize, shared_memory):
         tiles = self.BLOCK_M + 2 * self.STAGES * self.BLOCK_N
         return tiles * block_d * itemsize <= shared_memory
@@ -258,14 +262,20 @@ def attention_fwd(
          B * H, H, H // Hk, max_q, max_k, tiles, heads_at_once(B * H, H // Hk, max_k, D + DV, q.element_size()),
          1 if pages is None else k.shape[1],
          strides(q, packed), strides(k, packed and pages is None), strides(v, packed and pages is None),
-         strides(out, packed), (0, lse.stride(0)) if packed else lse.stride()[:2],
+         strides(out, packed), row_strides(lse),
          mask_strides(mask), alibi_strides(alibi), 0 if pages is None else pages.stride(0),
          *options(scale, softcap, left, right, seed, dropout_p), keep_scale(dropout_p)),
         D=D, DV=DV, BLOCK_D=block_d, BLOCK_DV=block_dv, FOLD=fold(scale, softcap, alibi, mask), TOP_LEFT=top_left,
-        DESC=plan.kind == "descriptor", PRECISION=precision(q, device), BLOCK_M=plan.BLOCK_M, BLOCK_N=plan.BLOCK_N,
-        STAGES=plan.STAGES, num_warps=plan.num_warps,
+        PRECISION=precision(q, device), **plan.options(),
     )  # fmt: skip
     return out, lse
+
+
+def row_strides(t, ndim=2):
+    """(batch, head) strides, and with ndim = 3 the row's, of a (B, H, S) tensor or of a packed (H, T) one."""
+    if t is None:
+        return (0,) * ndim
+    return (t.stride() if t.dim() == 3 else (0, *t.stride()))[:ndim]
 
 
 def mask_bytes(mask):

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from . import _checks
 from ._attention import keep_scale
-from ._attention_chunks import dropout_mask, forward_in_chunks
+from ._attention_bwd import attention_bwd
+from ._attention_chunks import backward_in_chunks, dropout_mask, forward_in_chunks
 from ._attention_fwd import attention_fwd
 from ._dispatch import differentiable, use_kernel
 
@@ -107,12 +108,37 @@ def _seen(Sq, Sk, offset, left, right, device):
     return seen
 
 
+def _refuse(ctx, *grads):
+    raise NotImplementedError(
+        "attention: the second derivative must come from plain PyTorch: flash_attn_func_reference, "
+        "flash_attn_varlen_func_reference or scaled_dot_product_attention_reference of the attention module"
+    )
+
+
+_attention_bwd = differentiable(attention_bwd, backward_in_chunks, lambda ctx, inputs, output: None, _refuse)
+
+
 def _setup_context(ctx, inputs, output):
-    ctx.save_for_backward(*inputs[:10], *output)
+    *tensors, pages, mask, alibi, sinks, seed = inputs[:10]
+    ctx.params = inputs[10:]
+    ctx.paged = pages is not None
+    ctx.save_for_backward(*tensors, mask, alibi, sinks, seed, *output)
+    ctx.set_materialize_grads(False)
 
 
 def _backward(ctx, dout, dlse):
-    raise NotImplementedError("attention: the backward is not there yet: flash_attn_func_reference has one")
+    q, k, v, cu_q, cu_k, mask, alibi, sinks, seed, out, lse = ctx.saved_tensors
+    if ctx.paged:
+        raise NotImplementedError("attention: block_table must come without gradients; gather k and v to have them")
+    if dout is None and dlse is None:
+        return (None,) * 18
+    dout = torch.zeros_like(out) if dout is None else dout
+    needs = ctx.needs_input_grad
+    dq, dk, dv, dmask, dsinks = _attention_bwd(
+        q, k, v, dout, dlse, out, lse, cu_q, cu_k, mask, alibi, sinks, seed, *ctx.params, needs[6], needs[8]
+    )
+    found = {0: dq, 1: dk, 2: dv, 6: dmask, 8: dsinks}
+    return tuple(found.get(n) if needs[n] else None for n in range(18))
 
 
 _attention = differentiable(attention_fwd, forward_in_chunks, _setup_context, _backward)
