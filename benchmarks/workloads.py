@@ -141,7 +141,7 @@ WORKLOADS = {
         grads=(0, 1, 2),
     ),
     "layer_norm": Workload(
-        lambda *s: (rand(*s), rand(s[-1]), rand(s[-1])), lambda k, x, w, b: k.layer_norm(x, w.shape, w, b),
+        lambda *s: (rand(*s), rand(s[-1]), rand(s[-1])), lambda k, x, w, b: k.layer_norm(x, w, b),
         lambda x, w, b: F.layer_norm(x, w.shape, w, b), WIDTHS, (1, 256), streams(2), streams(3), grads=(0, 1, 2),
         peers={"liger": _liger_layer_norm},
     ),

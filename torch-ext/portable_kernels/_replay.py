@@ -11,9 +11,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from . import _device
-from ._triton import TensorDescriptor
+from ._triton import INTERPRET, TensorDescriptor
 
-_TENSORS = (torch.Tensor, torch.nn.Parameter)
+_Tensor, _Parameter = torch.Tensor, torch.nn.Parameter
 _VALUES = frozenset((int, float, bool, str, type(None), torch.dtype))
 _LIMIT = 4096  # kinds of calls to one function
 _REFUSED = object()
@@ -27,10 +27,15 @@ def _probe(find, missing):
         return lambda *_: missing
 
 
-_dispatch_keys = _probe(lambda: torch._C._dispatch_keys, None)
 _dispatch_modes = _probe(lambda: torch._C._len_torch_dispatch_stack, 1)
 _transforms = _probe(lambda: torch._C._are_functorch_transforms_active, True)
 _jit_tracing = _probe(lambda: torch._C._get_tracing_state, True)
+_autocast = _probe(lambda: torch._C._is_any_autocast_enabled, True)
+_precision = torch._C._get_float32_matmul_precision
+_grad = torch.is_grad_enabled
+_forward_ad = torch.autograd.forward_ad
+_TYPE = "xpu" if getattr(torch, "xpu", None) and torch.xpu.is_available() else "cuda"
+_current = torch.xpu.current_device if _TYPE == "xpu" else _probe(lambda: torch._C._cuda_getDevice, 0)
 
 
 def replayed(function):
@@ -65,35 +70,32 @@ def replayed(function):
 
 def _key(args, kwargs, tensors):
     """All that decides what a call does, or None where that is not known. Its tensors are added to `tensors`."""
-    device, key, learns = None, [], torch.is_grad_enabled()
+    key, learns = [], _grad()
     for a in (*args, *kwargs.values()) if kwargs else args:
         kind = type(a)
-        if kind in _TENSORS:
+        if kind is _Tensor or kind is _Parameter:
             if learns and a.requires_grad:
                 return None
-            if device is None:
-                device = a.device
-                if not _device.runs_kernels(device) or torch.autograd.forward_ad._current_level >= 0:
-                    return None
-                if device.type != "cpu" and device.index != getattr(torch, device.type).current_device():
-                    return None
-            elif a.device != device:
+            index = a.get_device()
+            if index < 0 and not INTERPRET:
                 return None
             try:
-                key += (a.dtype, a.shape, a.stride(), a.data_ptr() % 16, _dispatch_keys(a).raw_repr())
+                key += (index, a.dtype, a.shape, a.stride(), a.data_ptr() % 16, a.is_neg())
             except RuntimeError:  # it has no memory: a batch of gradients, for one
                 return None
             tensors.append(a)
         elif kind in _VALUES:
             key += (kind, a)  # 1, 1.0 and True are equal
         elif kind is tuple and all(type(v) in _VALUES for v in a):
-            key += a
+            key += (kind, a)
         else:
             return None
-    if device is None:
+    if not tensors or _forward_ad._current_level >= 0 or (not INTERPRET and index != _current()):
         return None
-    cast = torch.is_autocast_enabled(device.type) and torch.get_autocast_dtype(device.type)
-    key += (device.index, cast, torch.get_float32_matmul_precision(), *kwargs)
+    if _autocast():
+        device = tensors[0].device.type
+        key.append(torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device))
+    key += (_precision(), *kwargs)
     return tuple(key)
 
 
@@ -109,6 +111,8 @@ def _watch(function, args, kwargs, tensors):
     finally:
         _device.watching.by = None
     try:
+        if not all(_device.runs_kernels(t.device) for t in tensors):
+            raise _Unknown
         return result, watch.written(result)
     except _Unknown:
         return result, _REFUSED
