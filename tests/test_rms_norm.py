@@ -332,3 +332,61 @@ def test_wide_residual(kernel, device):
     x, r = tensor((3, 16), torch.float32, device), tensor((3, 16), torch.float32, device)
     total = kernel.add_rms_norm(x, r, residual_dtype=torch.float64)[1]
     assert torch.equal(total, x.double() + r.double())
+
+
+@pytest.mark.parametrize("quantize", ["fp8", torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz])
+@pytest.mark.parametrize("casting", ["after_weight", "before_weight"])
+def test_quantize(kernel, family, device, quantize, casting):
+    """Near the exact norm, and what quantize_fp8 makes of a norm in float32, but for sums in another order."""
+    options = {"offset": 1.0, "casting": casting}
+    for shape, dtype in zip(((5, 300), (2, 3, 40), (3, 129), (2, 40000)), DTYPES):
+        x = tensor(shape, dtype, device, scale=3.0)
+        w, b = (tensor(shape[-1:], dtype, device) for _ in range(2))
+        before = x.clone()
+        q, scale = kernel.rms_norm(x, w, bias=b, quantize=quantize, **options)
+        assert q.dtype == (torch.float8_e4m3fn if quantize == "fp8" else quantize) and q.is_contiguous()
+        assert scale.dtype == torch.float32 and scale.shape == (*shape[:-1], 1) and torch.equal(x, before)
+        r, expected = family.rms_norm_reference(x.cpu(), w.cpu(), bias=b.cpu(), quantize=quantize, **options)
+        # before_weight rounds to x's dtype on the way, and an element may come out on the other side.
+        assert_close(scale, expected.double(), ulps=16 if casting == "after_weight" else 2**17)
+        assert (q.cpu().float() == r.float()).float().mean() > 0.98
+        codes = q.cpu().view(torch.uint8).int(), r.view(torch.uint8).int()
+        assert ((codes[0] - codes[1]).abs() % 127 <= 1).all()  # neighbours, or the two zeros
+        if casting == "after_weight":
+            exact = family.rms_norm_reference(x.cpu().double(), w.cpu().double(), bias=b.cpu().double(), offset=1.0)
+            step = 2.0 ** -(4 if "e4m3" in str(q.dtype) else 3)
+            smallest = scale.cpu().double() * 2.0 ** -(10 if "e4m3" in str(q.dtype) else 17)
+            assert ((q.cpu().double() * scale.cpu() - exact).abs() <= step * exact.abs() * 1.001 + smallest).all()
+
+
+def test_quantize_shapes_and_values(kernel, family, device):
+    x, w = tensor((4, 5, 6), torch.float32, device, "transposed"), tensor((5, 6), torch.float32, device)
+    q, scale = kernel.rms_norm(x, w, quantize="fp8")
+    r, expected = family.rms_norm_reference(x.cpu(), w.cpu(), quantize="fp8")
+    assert q.shape == (4, 5, 6) and scale.shape == (4, 1, 1)
+    assert_close(scale, expected.double(), dim=0)
+    x = tensor((4, 64), torch.float32, device)
+    x[0, 3], x[1] = float("nan"), 0.0
+    q, scale = kernel.rms_norm(x, quantize="fp8")
+    assert q[0].float().isnan().all() and (q[1].float() == 0).all() and (scale[:2] == 1).all()
+    assert q[2:].float().isfinite().all() and (q[2:].float().abs().amax(1) == 448).all()
+    for shape in ((0, 8), (3, 0)):
+        q, scale = kernel.rms_norm(torch.zeros(shape, device=device), quantize="fp8")
+        assert q.shape == shape and scale.shape == (shape[0], 1)
+
+
+def test_quantize_as_an_op(kernel, family, device):
+    x, w = tensor((3, 40), torch.float32, device), tensor((40,), torch.float32, device)
+    args = (x, w, None, 1e-6, 0.0, False, torch.float8_e4m3fn)
+    torch.library.opcheck(family.rms_norm_quantize_fwd, args)
+    for direct, registered in zip(kernel.rms_norm(x, w, quantize="fp8"), family.rms_norm_quantize_fwd(*args)):
+        assert torch.equal(direct.float(), registered.float())
+    compiled = torch.compile(lambda x: kernel.rms_norm(x * 2, w, quantize="fp8"), fullgraph=True)
+    assert torch.equal(compiled(x)[0].float(), kernel.rms_norm(x * 2, w, quantize="fp8")[0].float())
+    q, scale = torch.func.vmap(lambda t: kernel.rms_norm(t, w, quantize="fp8"))(torch.stack([x, 2 * x]))
+    assert torch.equal(q[1].float(), kernel.rms_norm(2 * x, w, quantize="fp8")[0].float()) and scale.shape == (2, 3, 1)
+    q, scale = kernel.rms_norm(x.requires_grad_(), w, quantize="fp8")
+    with pytest.raises(NotImplementedError, match="rms_norm: has no gradient"):
+        (q.float() * scale).sum().backward()
+    with pytest.raises(ValueError, match="rms_norm: quantize must be 'fp8', a float8 dtype or None, got 'int8'"):
+        kernel.rms_norm(x, w, quantize="int8")

@@ -6,12 +6,12 @@ Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019. Rows of any wi
 summed in a fixed order.
 """
 
-from typing import Optional
+from typing import Optional, Union
 
 import torch
 from torch import Tensor
 
-from . import _checks, _norms
+from . import _checks, _fp8, _norms, _quantize, _rms_norm_quantize
 from ._device import facts, launch
 from ._dispatch import differentiable, use_kernel
 from ._norms import load_bias, load_pair, load_scale, load_sum, store_dx, store_parts
@@ -19,14 +19,17 @@ from ._ops import add_op_namespace_prefix
 from ._replay import replayed
 from ._rows import compute_dtype, plan_forward, row_index, rows, sum_leading
 from ._triton import round_to, scalar, tl, triton, triton_dtype
+from .scaled_matmul import quantize_fp8_reference
 
 SECOND_ORDER = "reference"
 
 _BEFORE_WEIGHT = {"before_weight": True, "llama": True, "after_weight": False, "gemma": False}
 
 
-def rms_norm_reference(x, weight=None, eps=1e-6, *, bias=None, offset=0.0, casting="after_weight"):
+def rms_norm_reference(x, weight=None, eps=1e-6, *, bias=None, offset=0.0, casting="after_weight", quantize=None):
     """What `rms_norm` computes, in plain PyTorch."""
+    if quantize is not None:
+        return _quantize_reference(x, weight, bias, eps, offset, _BEFORE_WEIGHT[casting], _float8(quantize))
     compute = compute_dtype(x, weight, bias)
     return _reference(x, weight, bias, eps, offset, _BEFORE_WEIGHT[casting], x.dtype, compute)
 
@@ -52,6 +55,23 @@ def _reference(x, weight, bias, eps, offset, before_weight, dtype, compute):
     if bias is not None:
         y = y + bias
     return y.to(out_dtype)
+
+
+def _quantize_reference(x, weight, bias, eps, offset, before_weight, dtype):
+    n, compute = _norms.trailing(weight), compute_dtype(x, weight, bias)
+    y = x.to(compute) * _per_row(_rstd(x, n, eps, compute), n)
+    if before_weight:
+        y = y.to(x.dtype).to(compute)
+    if weight is not None:
+        y = y * (weight.to(compute) + offset)
+    if bias is not None:
+        y = y + bias
+    q, scale = quantize_fp8_reference(y.flatten(-n), dtype, "row")
+    return q.view(x.shape), scale.view(*x.shape[: x.dim() - n], *[1] * n)
+
+
+def _float8(quantize):
+    return torch.float8_e4m3fn if quantize == "fp8" else quantize
 
 
 def _rstd(x, ndim, eps, compute):
@@ -343,6 +363,24 @@ _add_rms_norm = differentiable(
 )
 
 
+@torch.library.custom_op(add_op_namespace_prefix("rms_norm_quantize_fwd"), mutates_args=())
+def rms_norm_quantize_fwd(
+    x: Tensor, weight: Optional[Tensor], bias: Optional[Tensor], eps: Optional[float], offset: float,
+    before_weight: bool, dtype: torch.dtype,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    return _rms_norm_quantize.rms_norm_quantized(x, weight, bias, eps, offset, before_weight, dtype)
+
+
+@rms_norm_quantize_fwd.register_fake
+def _(x, weight, bias, eps, offset, before_weight, dtype):
+    return _rms_norm_quantize.empty_results(x, weight, dtype)
+
+
+_rms_norm_quantize_op = differentiable(
+    rms_norm_quantize_fwd, _quantize_reference, *_quantize.refuse_gradient("rms_norm"), rowwise=lambda *_: [0]
+)
+
+
 @replayed
 def rms_norm(
     x: Tensor,
@@ -352,7 +390,8 @@ def rms_norm(
     bias: Optional[Tensor] = None,
     offset: float = 0.0,
     casting: str = "after_weight",
-) -> Tensor:
+    quantize: Union[None, str, torch.dtype] = None,
+) -> Union[Tensor, tuple[Tensor, Tensor]]:
     """Normalise the trailing dimensions by their root mean square.
 
     y = x * rsqrt(mean(x^2) + eps) * (weight + offset) + bias
@@ -366,16 +405,22 @@ def rms_norm(
         casting: where the result is rounded. "after_weight" (alias "gemma", and torch's): once, to x's dtype.
             "before_weight" (alias "llama"): x * rsqrt(...) is rounded to x's dtype, then multiplied by the weight;
             the result has the dtype that x and weight promote to.
+        quantize: "fp8" or a float8 dtype: give y as `quantize_fp8(y, dtype, "row")` does, from y before its last
+            rounding ("fp8" is float8_e4m3fn). This has no gradient: one that flows in raises.
     Returns:
-        (..., N), contiguous.
+        (..., N), contiguous. With quantize (q, scale): float8 of x's shape, and a float32 for each row.
     Raises:
-        TypeError: dtype not listed.   ValueError: weight is not x's trailing shape; unknown casting; negative eps.
+        TypeError: dtype not listed.   ValueError: weight is not x's trailing shape; unknown casting, quantize; eps < 0.
     Numerics: sums and products in float32, in float64 where an argument is float64. Weight and bias gradients are
         deterministic. Autograd: first and second derivative, vmap; forward mode raises.
     Source: Zhang and Sennrich 2019.
     """
     _check("rms_norm", x, weight, bias, eps, offset, casting)
     eps = eps if eps is None else float(eps)
+    if quantize is not None:
+        if quantize != "fp8" and quantize not in _fp8.DTYPES:
+            raise ValueError(f"rms_norm: quantize must be 'fp8', a float8 dtype or None, got {quantize!r}")
+        return _rms_norm_quantize_op(x, weight, bias, eps, float(offset), _BEFORE_WEIGHT[casting], _float8(quantize))
     if use_kernel(x):
         return _rms_norm(x, weight, bias, eps, float(offset), _BEFORE_WEIGHT[casting])[0]
     if bias is None and offset == 0.0 and not _BEFORE_WEIGHT[casting] and (weight is None or weight.dtype == x.dtype):
