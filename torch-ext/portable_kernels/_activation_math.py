@@ -141,6 +141,25 @@ def _normal(x, PRECISE: tl.constexpr):
 
 
 @triton.jit
+def _normal_logit(w):
+    """log2(Phi(w) / Phi(-w)) / w of w >= 0, Phi the normal distribution function.
+
+    A minimax fit up to 13.5: Phi(-w) is 4e-4 of itself off up to 6, 5e-3 up to 13, where it is 1e-38. For results of
+    16 bits, in two thirds of the instructions of `_normal`.
+    """
+    w = tl.minimum(w, 13.5)
+    s = 1.13811899e-8 * w - 7.66589744e-7
+    s = s * w + 2.18819610e-5
+    s = s * w - 3.42937015e-4
+    s = s * w + 3.17236399e-3
+    s = s * w - 1.68973747e-2
+    s = s * w + 4.05355006e-2
+    s = s * w + 5.73727435e-2
+    s = s * w + 2.40313055e-2
+    return s * w + 2.29882461
+
+
+@triton.jit
 def _gelu_tanh_argument(x):
     """v = 2 sqrt(2/pi) (x + 0.044715 x^3) and dv/dx; sigmoid(v) is 0 or 1 long before |x| = 64."""
     x = tl.where(x > 64.0, 64.0, tl.where(x < -64.0, -64.0, x))
@@ -161,8 +180,11 @@ def activate(x, a, b, ACTIVATION: tl.constexpr, PRECISE: tl.constexpr):
         s, _ = _sigmoids(a * x, PRECISE)
         y = x * s
     elif ACTIVATION == "gelu":
-        phi, _ = _normal(x, PRECISE)
-        y = x * phi
+        if PRECISE or x.dtype == tl.float64:
+            phi, _ = _normal(x, PRECISE)
+            y = x * phi
+        else:
+            y = x / (1.0 + tl.exp2(-x * _normal_logit(tl.abs(x))))
     elif ACTIVATION == "gelu_tanh":
         v, _ = _gelu_tanh_argument(x)
         s, _ = _sigmoids(v, PRECISE)

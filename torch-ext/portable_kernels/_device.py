@@ -114,6 +114,32 @@ def launch(kernel, grid, device: torch.device, args, **options):
     _watched(found, kernel, grid, device, args, options)
 
 
+def quickest(device: torch.device, functions):
+    """Which of `functions` takes the device the least time; None where that cannot be measured, or not now."""
+    backend = getattr(torch, device.type)
+    if device.type not in KERNEL_DEVICES or getattr(backend, "is_current_stream_capturing", bool)():
+        return None
+    watch, watching.by = getattr(watching, "by", None), None
+    try:
+        with _disable_current_modes(), backend.device(device):
+            cold = torch.empty(2**28, dtype=torch.int8, device=device)  # what evicts operands from the cache
+            took = []
+            for function in functions:
+                function()
+                events = []
+                for _ in range(5):
+                    cold.zero_()
+                    events.append([backend.Event(enable_timing=True) for _ in range(2)])
+                    events[-1][0].record()
+                    function()
+                    events[-1][1].record()
+                backend.synchronize()
+                took.append(sorted(start.elapsed_time(end) for start, end in events)[2])
+    finally:
+        watching.by = watch
+    return took.index(min(took))
+
+
 def _watched(found, kernel, grid, device, args, options):
     """Tell who watches how to launch the same again."""
     watch = getattr(watching, "by", None)

@@ -239,13 +239,13 @@ def _row(ptr, strides, m, ks, mask, COMPUTE: tl.constexpr):
 @triton.jit
 def _row_sums(
     a_ptr, b_ptr, a_strides, b_strides, first, last, offs_n, N,
-    M: tl.constexpr, COMPUTE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    M: tl.constexpr, COMPUTE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Products of four rows of a (the first M of them count) and columns offs_n of b, each element of b read once."""
     offs_k = tl.arange(0, BLOCK_K)
     acc0 = tl.zeros((BLOCK_N, BLOCK_K), COMPUTE)
     acc1, acc2, acc3 = acc0, acc0, acc0
-    for k in range(first, last, BLOCK_K):
+    for k in tl.range(first, last, BLOCK_K, num_stages=STAGES):
         in_k = offs_k < last - k
         ks = offs_k.to(tl.int64) + k
         mask = (offs_n < N)[:, None] & in_k[None, :]
@@ -266,7 +266,7 @@ def _matmul_fwd_kernel_rows(
     a_ptr, b_ptr, b2_ptr, y_ptr, z_ptr, z2_ptr, bias_ptr, residual_ptr, part_ptr, inner, N, K, tiles_n,
     a_strides, b_strides, b2_strides, y_strides, bias_stride, residual_strides, p, q,
     ACTIVATION: tl.constexpr, PRECISE: tl.constexpr, BIAS_M: tl.constexpr, COMPUTE: tl.constexpr, M: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SPLIT_K: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SPLIT_K: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """BLOCK_N columns of the result's one to four rows a program, or one share of K of them."""
     pid = tl.program_id(0)
@@ -280,10 +280,12 @@ def _matmul_fwd_kernel_rows(
     offs_n = start_n.to(tl.int64) + tl.arange(0, BLOCK_N)
     a_ptr += i * a_strides[0] + j * a_strides[1]
     b_ptr += i * b_strides[0] + j * b_strides[1]
-    sums = _row_sums(a_ptr, b_ptr, a_strides, b_strides, first, last, offs_n, N, M, COMPUTE, BLOCK_N, BLOCK_K)
+    sums = _row_sums(a_ptr, b_ptr, a_strides, b_strides, first, last, offs_n, N, M, COMPUTE, BLOCK_N, BLOCK_K, STAGES)
     if b2_ptr is not None:
         b2_ptr += i * b2_strides[0] + j * b2_strides[1]
-        sums2 = _row_sums(a_ptr, b2_ptr, a_strides, b2_strides, first, last, offs_n, N, M, COMPUTE, BLOCK_N, BLOCK_K)
+        sums2 = _row_sums(
+            a_ptr, b2_ptr, a_strides, b2_strides, first, last, offs_n, N, M, COMPUTE, BLOCK_N, BLOCK_K, STAGES
+        )
     for m in tl.static_range(M):
         x2 = None
         if b2_ptr is not None:
@@ -399,12 +401,12 @@ def _descriptor(t, strides, turn, batched, outer, inner, rows, cols, block_rows,
     return TensorDescriptor(t, sizes, steps, block)
 
 
-def fits(plan, device, dtype, *, aligned, gated, out_bytes, vendor, batch, **_):
+def fits(plan, device, dtype, *, M, N, aligned, gated, out_bytes, vendor, **_):
     """Whether the device can run the plan on such operands."""
     if plan.kind == "vendor":
         return vendor
     if plan.kind == "rows":
-        return True
+        return M <= 4 or (N <= 4 and not gated)
     if plan.num_warps > device.max_warps:
         return False
     sets = 2 if gated else 1
@@ -422,7 +424,7 @@ class Product(NamedTuple):
     p: float = 0.0
     q: float = 0.0
     out_dtype: "torch.dtype | None" = None
-    precision: str = "ieee"
+    precision: str = ""  # "ieee", "tf32", or as torch is set
     invariant: bool = False
     save: bool = False  # return the products themselves too
 
@@ -455,15 +457,21 @@ def run(g, a, b, b2, y, z, z2, bias, residual, how, plan):
     device, compute = facts(a.device), compute_dtype(a)
     turns = (turned(a, g.a, g.M, g.K), turned(b, g.b, g.K, g.N), turned(b if b2 is None else b2, g.b2, g.K, g.N))
     batched = (_batched(g.a, g.outer, g.inner), _batched(g.b, g.outer, g.inner))
-    precision = how.precision if device.tf32 else "ieee"
+    by_torch = "ieee" if torch.get_float32_matmul_precision() == "highest" else "tf32"
+    precision = (how.precision or by_torch) if device.tf32 and a.dtype == torch.float32 else "ieee"
     if plan is None:
         tensor_cores = a.element_size() == 2 or (a.dtype == torch.float32 and precision == "tf32")
         even = None not in turns and None not in batched and turns[1] == turns[2] and g.b == g.b2 and g.K > 0
-        plan = choose(
-            device, a.dtype, how.invariant, M=g.M, N=g.N, K=g.K, batch=g.outer * g.inner, gated=b2 is not None,
-            aligned=tensor_cores and even, turned=g.b[2] == 1, precision=precision, out_bytes=y.element_size(),
-            vendor=y.dtype == a.dtype and (a.dtype != torch.float32 or how.precision == _of_torch()),
+        asked = dict(
+            M=g.M, N=g.N, K=g.K, batch=g.outer * g.inner, gated=b2 is not None, aligned=tensor_cores and even,
+            turned=g.b[2] == 1, precision=precision, out_bytes=y.element_size(),
+            vendor=y.dtype == a.dtype and (a.dtype != torch.float32 or (how.precision or by_torch) == by_torch),
         )  # fmt: skip
+        if _tuning.AUTOTUNE and not how.invariant:
+            again = functools.partial(run, g, a, b, b2, y, z, z2, bias, residual, how)
+            plan = _tuning.search("matmul", Plan, fits, (a.device, device), a.dtype, again, **asked)
+        else:
+            plan = choose(device, a.dtype, how.invariant, **asked)
     if plan.kind == "vendor":
         return _vendor(g, a, b, b2, y, z, z2, bias, residual, how)
     swapped = plan.kind == "rows" and g.M > 4  # few columns are few rows of the transpose
@@ -489,7 +497,7 @@ def run(g, a, b, b2, y, z, z2, bias, residual, how, plan):
             (batches * plan.SPLIT_K * tiles_n,),
             a.device,
             (a, b, b2, *results, part, g.inner, g.N, g.K, tiles_n, g.a, g.b, g.b2, *strides, *numbers),
-            **epilogue, M=g.M, **blocks,
+            **epilogue, M=g.M, STAGES=plan.num_stages, **blocks,
         )  # fmt: skip
     elif plan.kind == "pointers":
         launch(
@@ -550,10 +558,6 @@ def _sum(g, part, part2, step, split_k, results, strides, numbers, epilogue):
     )  # fmt: skip
 
 
-def _of_torch():
-    return "ieee" if torch.get_float32_matmul_precision() == "highest" else "tf32"
-
-
 def _vendor(g, a, b, b2, y, z, z2, bias, residual, how):
     """torch's products, and the epilogue as one pass over them. z and z2 may be the products themselves."""
     if b2 is None and how.activation is None and residual is None and z is None:
@@ -570,8 +574,6 @@ def _vendor(g, a, b, b2, y, z, z2, bias, residual, how):
     _sum(g, z, z2, g.M * g.N, 1, (y, None, None, bias, residual), strides, numbers, epilogue)
 
 
-def choose(device, dtype, invariant, *, M, **asked):
-    """The plan for a product of these sizes; one whose bits do not depend on M where it is to be invariant."""
-    if invariant:
-        return _tuning.find("matmul_invariant", Plan, fits, device, dtype, **asked)
-    return _tuning.find("matmul", Plan, fits, device, dtype, M=M, **asked)
+def choose(device, dtype, invariant, **asked):
+    """The plan for a product of these sizes; where it is invariant, one by which a row's bits do not depend on M."""
+    return _tuning.find("matmul_invariant" if invariant else "matmul", Plan, fits, device, dtype, **asked)

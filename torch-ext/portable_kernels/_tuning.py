@@ -8,9 +8,16 @@ before the rest, and otherwise as in the file. The first that holds, and whose p
 
 import functools
 import json
+import os
 from pathlib import Path
 
+from ._device import quickest
+
 _CONFIGS = Path(__file__).parent / "configs"
+
+# Whether plans are looked for by timing all that fit, at the first call of a kind. Read once.
+AUTOTUNE = os.environ.get("PORTABLE_KERNELS_AUTOTUNE", "0") == "1"
+_searched = {}
 
 
 @functools.cache
@@ -45,6 +52,25 @@ def find(table, kind, fits, device, dtype, **sizes):
             if fits(plan, device, dtype, **sizes):
                 return plan
     raise LookupError(f"configs/{table}.json has no plan that fits {device}, {dtype}, {sizes}")
+
+
+def search(table, kind, fits, device, dtype, run, **sizes):
+    """The plan of the table that takes the least time here, whatever its "when"; as `find` where none can be timed.
+
+    Args:
+        run: run(plan), the call itself; may be repeated.
+        device: torch.device, and its facts.
+    """
+    device, known = device
+    key = (table, known, dtype, *sizes.items())
+    if key not in _searched:
+        plans = [kind(**row["plan"]) for row in _rows(table)]
+        plans = [plan for plan in dict.fromkeys(plans) if fits(plan, known, dtype, **sizes)]
+        best = quickest(device, [functools.partial(run, plan) for plan in plans])
+        if best is None:
+            return find(table, kind, fits, known, dtype, **sizes)
+        _searched[key] = plans[best]
+    return _searched[key]
 
 
 def shared_bytes(block_m, block_n, block_k, stages, itemsize):

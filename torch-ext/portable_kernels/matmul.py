@@ -37,7 +37,7 @@ def matmul_reference(
     a, b, *, bias=None, activation=None, residual=None, out_dtype=None, precision=None, batch_invariant=False
 ):
     """What `matmul` computes, in plain PyTorch."""
-    return _epilogue(_product_reference(a, b, out_dtype), a, bias, residual, _named(activation), out_dtype)
+    return _fwd_reference(a, b, bias, residual, *_named(activation), out_dtype, None, False, False)[0]
 
 
 def linear_reference(
@@ -67,7 +67,6 @@ def _product_reference(a, b, out_dtype=None):
 
 def _epilogue(z, a, bias, residual, activation, out_dtype):
     name, p, q = activation
-    out_dtype = _out_dtype(a, residual, out_dtype)
     if bias is None and residual is None and name is None:
         return z.to(out_dtype)
     compute = compute_dtype(a)
@@ -114,6 +113,7 @@ def _(a, b, bias, residual, activation, p, q, out_dtype, precision, invariant, s
 
 
 def _fwd_reference(a, b, bias, residual, activation, p, q, out_dtype, precision, invariant, save):
+    out_dtype = _out_dtype(a, residual, out_dtype)
     z = _product_reference(a, b, out_dtype)
     y = _epilogue(z, a, bias, residual, (activation, p, q), out_dtype)
     return y.clone() if y is z else y, z.to(a.dtype) if save else a.new_empty(0)
@@ -159,7 +159,7 @@ def _operand_gradients(dz, a, b, precision, need_a, need_b):
         da = _product(dz, b.mT, precision).sum_to_size(a.shape)
     if need_b:
         if b.dim() == 2 and a.dim() > 2:  # one product over all rows of all matrices
-            a, dz = a.reshape(-1, a.shape[-1]), dz.reshape(-1, dz.shape[-1])
+            a, dz = a.flatten(0, -2), dz.flatten(0, -2)
         if b.stride(-2) == 1 and b.stride(-1) != 1:
             db = _product(dz.mT, a, precision).mT.sum_to_size(b.shape)
         else:
@@ -366,7 +366,7 @@ def gated_linear(
     _checks.flag(op, "batch_invariant", batch_invariant)
     x, weight_gate, weight_up = _autocast(x, weight_gate, weight_up)
     _one_dtype(op, x=x, weight_gate=weight_gate, weight_up=weight_up)
-    precision = _precision(op, x, precision)
+    precision = _precision(op, precision)
     activation = ACTIVATIONS[activation]
     if not use_kernel(x):
         return _gated_fwd_reference(x, weight_gate, weight_up, *activation, precision, False, False)[0]
@@ -387,10 +387,10 @@ def _call(op, names, a, b, bias, activation, residual, out_dtype, precision, bat
     _checks.flag(op, "batch_invariant", batch_invariant)
     a, b, bias = _autocast(a, b, bias)
     _one_dtype(op, **dict(zip(names, (a, b))))
-    precision = _precision(op, a, precision)
+    precision = _precision(op, precision)
     activation = _named(activation)
     if not use_kernel(a):
-        return _epilogue(_product_reference(a, b, out_dtype), a, bias, residual, activation, out_dtype).contiguous()
+        return _fwd_reference(a, b, bias, residual, *activation, out_dtype, precision, False, False)[0].contiguous()
     save = activation[0] is not None and _wants_grad(a, b, bias)
     return _matmul(a, b, bias, residual, *activation, out_dtype, precision, batch_invariant or _INVARIANT, save)[0]
 
@@ -407,12 +407,11 @@ def _autocast(*tensors):
     return tuple(t if t is None or t.dtype == torch.float64 else t.to(dtype) for t in tensors)
 
 
-def _precision(op, x, precision):
+def _precision(op, precision):
+    """What the ops take: "" is what torch says by the time that they run."""
     if precision is not None:
         _checks.choice(op, "precision", precision, ("ieee", "tf32"))
-    if x.dtype != torch.float32:
-        return "ieee"
-    return precision or ("ieee" if torch.get_float32_matmul_precision() == "highest" else "tf32")
+    return precision or ""
 
 
 def _one_dtype(op, **tensors):
