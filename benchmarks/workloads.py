@@ -112,11 +112,11 @@ def _distillation(x, teacher):
 
 WORKLOADS = {
     "softmax": Workload(
-        lambda *s: (rand(*s),), lambda k, x: k.softmax(x), lambda x: torch.softmax(x, -1), WIDTHS, (1, 256),
+        lambda *s: (rand(*s),), lambda k, x: k.softmax(x, -1), lambda x: torch.softmax(x, -1), WIDTHS, (1, 256),
         streams(2), streams(3), peers={"liger": _liger_softmax, "quack": _quack_softmax},
     ),
     "log_softmax": Workload(
-        lambda *s: (rand(*s),), lambda k, x: k.log_softmax(x), lambda x: torch.log_softmax(x, -1),
+        lambda *s: (rand(*s),), lambda k, x: k.log_softmax(x, -1), lambda x: torch.log_softmax(x, -1),
         {"131072 x 1024": (131072, 1024), "4096 x 32768": (4096, 32768)}, (1, 256), streams(2), streams(3),
     ),
     "masked_softmax": Workload(
@@ -125,7 +125,8 @@ WORKLOADS = {
         {"bert_large": (16, 16, 512, 512), "long": (1, 16, 4096, 4096)}, (1, 1, 1, 64), streams(2), streams(3),
     ),
     "topk_softmax": Workload(
-        lambda *s: (rand(*s),), lambda k, x: k.topk_softmax(x, 8, renormalize=True)[0],
+        lambda *s: (torch.rand(s, device="cuda").argsort(-1).bfloat16() / 16,),  # no ties: any of them may be chosen
+        lambda k, x: k.topk_softmax(x, 8, renormalize=True)[0],
         lambda x: (lambda v: v / v.sum(-1, keepdim=True))(torch.softmax(x.float(), -1).topk(8).values).to(x.dtype),
         {"qwen3_moe": (131072, 128), "deepseek": (131072, 256)}, (1, 128), streams(1), streams(2),
     ),

@@ -118,6 +118,9 @@ def _watch(function, args, kwargs, tensors):
         return result, _REFUSED
 
 
+_OF_DTYPES = (torch.ops.aten.promote_types.default, torch.ops.aten.result_type.Tensor)
+
+
 class _Unknown(Exception):
     pass
 
@@ -139,6 +142,8 @@ class _Watch(TorchDispatchMode):
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
         outs = out if isinstance(out, (tuple, list)) else (out,)
+        if func in _OF_DTYPES:
+            return out
         tags = func.tags
         if func is torch.ops.aten.detach.default and self.names.get(id(args[0]), "a")[0] == "t":
             self.names[id(out)] = self.names[id(args[0])]  # of memory made here, as torch.empty does by itself
