@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-from ._triton import ABSENT, INTERPRET, VERSION, TensorDescriptor, triton
+from ._triton import ABSENT, DESCRIPTORS, INTERPRET, VERSION, TensorDescriptor, triton
 
 KERNEL_DEVICES = ("cuda", "xpu")  # torch calls ROCm devices "cuda" too
 
@@ -23,6 +23,7 @@ class Device(NamedTuple):
     arch: str = ""  # "sm90", "gfx942", "xpu", "interpreter"
     descriptors: bool = False  # whether it copies tiles in bulk, by tensor descriptors, and this Triton says so to it
     tf32: bool = False  # whether products of float32 tiles may be asked for in tf32
+    early: bool = False  # whether a kernel may come up before the one whose results it waits for has ended
 
 
 def runs_kernels(device: torch.device) -> bool:
@@ -41,6 +42,13 @@ def path(device: torch.device) -> str:
     return f"PyTorch: no Triton kernels for {device.type} tensors"
 
 
+# The index of the current device, by the quickest way that this torch has.
+if hasattr(torch, "xpu") and torch.xpu.is_available():
+    current = torch.xpu.current_device
+else:
+    current = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
+
+
 @functools.cache
 def facts(device: torch.device) -> Device:
     if device.type == "cuda":
@@ -52,7 +60,7 @@ def facts(device: torch.device) -> Device:
             arch, tensor_copies, tf32 = f"sm{props.major}{props.minor}", props.major >= 9, props.major >= 8
         return Device(
             props.multi_processor_count, 1024 // props.warp_size, shared, props.name, arch,
-            tensor_copies and TensorDescriptor is not None, tf32,
+            tensor_copies and TensorDescriptor is not None, tf32, tensor_copies,
         )  # fmt: skip
     if device.type == "xpu":
         props = torch.xpu.get_device_properties(device)
@@ -88,7 +96,7 @@ def launch(kernel, grid, device: torch.device, args, **options):
             (a.dtype, a.data_ptr() % 16)
             if isinstance(a, torch.Tensor)
             else (a.base.dtype, *a.block_shape)
-            if type(a) is TensorDescriptor  # its sizes are values of run time
+            if type(a) in DESCRIPTORS  # its sizes are values of run time
             else a
             for a in args
         ],

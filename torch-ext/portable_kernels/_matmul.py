@@ -107,9 +107,11 @@ def _matmul_fwd_kernel_pointers(
     ACTIVATION: tl.constexpr, PRECISE: tl.constexpr, BIAS_M: tl.constexpr,
     PRECISION: tl.constexpr, COMPUTE: tl.constexpr,
     EVEN_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    GROUP_M: tl.constexpr, SPLIT_K: tl.constexpr,
+    GROUP_M: tl.constexpr, SPLIT_K: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """A tile of the result a program, or one share of K of it."""
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
     pid = tl.program_id(0)
     tiles = tiles_m * tiles_n
     pid_m, pid_n = tile_of(pid % tiles, tiles_m, tiles_n, GROUP_M)
@@ -193,9 +195,11 @@ def _matmul_fwd_kernel_descriptors(
     ACTIVATION: tl.constexpr, PRECISE: tl.constexpr, BIAS_M: tl.constexpr,
     PRECISION: tl.constexpr, COMPUTE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    GROUP_M: tl.constexpr, SPLIT_K: tl.constexpr, SUBTILES: tl.constexpr, FLATTEN: tl.constexpr,
+    GROUP_M: tl.constexpr, SPLIT_K: tl.constexpr, SUBTILES: tl.constexpr, FLATTEN: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Programs that walk tiles of the result, or shares of K of them. What lies past an operand's end reads as 0."""
+    if EARLY:  # the kernel that adds up the shares may come up meanwhile
+        tl.extra.cuda.gdc_launch_dependents()
     tiles = tiles_m * tiles_n
     steps = tl.cdiv(tl.cdiv(K, BLOCK_K), SPLIT_K)
     for item in tl.range(tl.program_id(0), work, tl.num_programs(0), flatten=FLATTEN):
@@ -266,9 +270,11 @@ def _matmul_fwd_kernel_rows(
     a_ptr, b_ptr, b2_ptr, y_ptr, z_ptr, z2_ptr, bias_ptr, residual_ptr, part_ptr, inner, N, K, tiles_n,
     a_strides, b_strides, b2_strides, y_strides, bias_stride, residual_strides, p, q,
     ACTIVATION: tl.constexpr, PRECISE: tl.constexpr, BIAS_M: tl.constexpr, COMPUTE: tl.constexpr, M: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SPLIT_K: tl.constexpr, STAGES: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SPLIT_K: tl.constexpr, STAGES: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """BLOCK_N columns of the result's one to four rows a program, or one share of K of them."""
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
     pid = tl.program_id(0)
     part = (pid // tiles_n).to(tl.int64)
     batch = part // SPLIT_K
@@ -312,7 +318,7 @@ def _matmul_fwd_kernel_parts(
     part_ptr, part2_ptr, y_ptr, z_ptr, z2_ptr, bias_ptr, residual_ptr, step, inner, M, N, tiles_m, tiles_n,
     y_strides, bias_stride, residual_strides, p, q,
     ACTIVATION: tl.constexpr, PRECISE: tl.constexpr, BIAS_M: tl.constexpr, COMPUTE: tl.constexpr, SPLIT_K: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Adds up the shares of K, which lie `step` apart, in their order."""
     pid = tl.program_id(0)
@@ -324,6 +330,8 @@ def _matmul_fwd_kernel_parts(
     offs_n = start_n.to(tl.int64) + tl.arange(0, BLOCK_N)
     mask = (offs_m < M)[:, None] & (offs_n < N)[None, :]
     at = batch * SPLIT_K * step + offs_m[:, None] * N + offs_n[None, :]
+    if EARLY:  # this was launched while the shares were still at work
+        tl.extra.cuda.gdc_wait()
     x = _sum_parts(part_ptr, at, step, mask, COMPUTE, SPLIT_K)
     x2 = None
     if part2_ptr is not None:
@@ -490,7 +498,14 @@ def run(g, a, b, b2, y, z, z2, bias, residual, how, plan):
     results = (y, z, z2, bias, residual)
     strides = (g.y, 0 if bias is None else bias.stride(0), g.residual)
     numbers, epilogue = _options(y, how, compute, swapped)
-    blocks = {"BLOCK_N": plan.BLOCK_N, "BLOCK_K": plan.BLOCK_K, "SPLIT_K": plan.SPLIT_K, "num_warps": plan.num_warps}
+    early = device.early and plan.SPLIT_K > 1
+    blocks = {
+        "EARLY": early,
+        "BLOCK_N": plan.BLOCK_N,
+        "BLOCK_K": plan.BLOCK_K,
+        "SPLIT_K": plan.SPLIT_K,
+        "num_warps": plan.num_warps,
+    }
     if plan.kind == "rows":
         launch(
             _matmul_fwd_kernel_rows,
@@ -534,7 +549,7 @@ def run(g, a, b, b2, y, z, z2, bias, residual, how, plan):
         )  # fmt: skip
     if part is not None:
         parts = (part[:, :, 0], None if b2 is None else part[:, :, 1])
-        _sum(g, *parts, part.stride(1), plan.SPLIT_K, results, strides, numbers, epilogue)
+        _sum(g, *parts, part.stride(1), plan.SPLIT_K, results, strides, numbers, epilogue, early)
 
 
 def _options(y, how, compute, swapped):
@@ -545,7 +560,7 @@ def _options(y, how, compute, swapped):
     }  # fmt: skip
 
 
-def _sum(g, part, part2, step, split_k, results, strides, numbers, epilogue):
+def _sum(g, part, part2, step, split_k, results, strides, numbers, epilogue, early):
     BLOCK_N = min(next_power_of_2(g.N), 1024)  # 8 elements a thread: untuned
     BLOCK_M = 1024 // BLOCK_N
     tiles_m, tiles_n = cdiv(g.M, BLOCK_M), cdiv(g.N, BLOCK_N)
@@ -554,7 +569,8 @@ def _sum(g, part, part2, step, split_k, results, strides, numbers, epilogue):
         (g.outer * g.inner * tiles_m * tiles_n,),
         part.device,
         (part, part2, *results, step, g.inner, g.M, g.N, tiles_m, tiles_n, *strides, *numbers),
-        **epilogue, SPLIT_K=split_k, BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, num_warps=4,
+        **epilogue, SPLIT_K=split_k, BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, EARLY=early, num_warps=4,
+        **({"launch_pdl": True} if early else {}),
     )  # fmt: skip
 
 
@@ -571,7 +587,7 @@ def _vendor(g, a, b, b2, y, z, z2, bias, residual, how):
     z2 = None if b2 is None else torch.matmul(a, b2, out=torch.empty_like(y) if z2 is None else z2)
     numbers, epilogue = _options(y, how, compute_dtype(a), False)
     strides = (g.y, 0 if bias is None else bias.stride(0), g.residual)
-    _sum(g, z, z2, g.M * g.N, 1, (y, None, None, bias, residual), strides, numbers, epilogue)
+    _sum(g, z, z2, g.M * g.N, 1, (y, None, None, bias, residual), strides, numbers, epilogue, False)
 
 
 def choose(device, dtype, invariant, **asked):
