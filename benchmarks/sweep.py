@@ -111,8 +111,10 @@ def measure(op, case, shape, workload, kernel, clock, directions, wanted, ceilin
     with torch.no_grad():
         wide = [t.float() if t.is_floating_point() else t for t in inputs]
     for direction in directions:
-        traffic = (workload.forward if direction == "forward" else workload.backward) or workload.flops
-        if traffic is None or (direction == "backward" and workload.backward is None and workload.flops is None):
+        forward = direction == "forward"
+        traffic = workload.forward if forward else workload.backward
+        flops = workload.flops and (1.0 if forward else workload.backward_flops) * workload.flops(shape)
+        if not traffic and not flops:
             continue
         expected, runs, dy = None, {}, None
         for name, way in ways(workload, kernel, wanted).items():
@@ -121,7 +123,7 @@ def measure(op, case, shape, workload, kernel, clock, directions, wanted, ceilin
                     with torch.no_grad():
                         result = tensors(way(*inputs))
                         if expected is None:
-                            expected = tensors(workload.torch(*wide))
+                            expected = tensors((workload.exact or workload.torch)(*wide))
 
                     def run(way=way):
                         with torch.no_grad():
@@ -156,15 +158,13 @@ def measure(op, case, shape, workload, kernel, clock, directions, wanted, ceilin
         if not runs:
             continue
         times = clock.turns({name: run for name, (run, _) in runs.items()})
-        amount = traffic(shape)
         for name, (median, p20, p80) in times.items():
             row = {"op": op, "case": case, "direction": direction, "provider": name, "ms": median, "p20": p20,
                    "p80": p80, "off_by": runs[name][1]}  # fmt: skip
-            if workload.flops:
-                amount = workload.flops(shape) * (1 if direction == "forward" else 2)
-                row["tflops"] = amount / median / 1e9
+            if flops:
+                row["tflops"] = flops / median / 1e9
             else:
-                row["gbps"] = amount / median / 1e6
+                row["gbps"] = traffic(shape) / median / 1e6
                 row["of_copy"] = row["gbps"] / ceiling["copy_gbps"]
             yield row
         del runs
@@ -201,8 +201,11 @@ def main():
     parser.add_argument("--json", type=Path, help="where to write what was measured")
     parser.add_argument("--ops", nargs="*", help="of: " + ", ".join(WORKLOADS))
     parser.add_argument("--directions", nargs="*", default=["forward", "backward"])
-    parser.add_argument("--providers", nargs="*", default=["compile", "liger", "quack"], help="beside torch itself")
+    parser.add_argument(
+        "--providers", nargs="*", default=["compile", "liger", "quack", "cudnn", "flash2"], help="beside torch itself"
+    )
     parser.add_argument("--seconds", type=float, default=0.02, help="of measuring, for each way to do a case")
+    parser.add_argument("--commit", help="of what is measured; else git is asked")
     parser.add_argument("--host", action="store_true", help="measure the host's share of a call too")
     options = parser.parse_args()
     unknown = set(options.ops or ()) - set(WORKLOADS)
@@ -214,7 +217,8 @@ def main():
 
     kernel, clock = load(options.variant), Clock(options.seconds)
     ceiling = ceilings(clock)
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
+    asked = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True)
+    commit = options.commit or asked.stdout.strip()
     record = {
         "device": torch.cuda.get_device_name(), "torch": torch.__version__, "triton": triton.__version__,
         "commit": commit, "date": datetime.date.today().isoformat(), "ceilings": ceiling, "rows": [], "host": {},

@@ -18,12 +18,95 @@ class Workload(NamedTuple):
     forward: Optional[Callable] = None  # shape -> bytes read and written, None: not measured
     backward: Optional[Callable] = None
     flops: Optional[Callable] = None  # shape -> of the forward; the measure is then TFLOP/s
+    backward_flops: float = 0.0  # of the backward, as a multiple of the forward's; 0: not measured
+    exact: Optional[Callable] = None  # what results are held against, on float32 inputs; None: `torch`
     grads: tuple = (0,)  # the inputs with gradients
     peers: dict = {}  # name: () -> way, which may fail where it is not installed
 
 
 def rand(*shape):
     return torch.randn(shape, device="cuda", dtype=torch.bfloat16)
+
+
+LINEAR = {
+    "1 x 4096 x 4096": (1, 4096, 4096), "16 x 4096 x 4096": (16, 4096, 4096), "64 x 14336 x 4096": (64, 14336, 4096),
+    "256 x 4096 x 14336": (256, 4096, 14336), "1024 x 4096 x 4096": (1024, 4096, 4096),
+    "4096 x 4096 x 4096": (4096, 4096, 4096), "8192 x 8192 x 8192": (8192, 8192, 8192),
+    "8192 x 14336 x 4096": (8192, 14336, 4096), "8192 x 4096 x 14336": (8192, 4096, 14336),
+    "16384 x 1024 x 1024": (16384, 1024, 1024), "2048 x 128256 x 4096": (2048, 128256, 4096),
+    "1823 x 781 x 513": (1823, 781, 513),
+}  # fmt: skip
+# batch, heads of queries, heads of keys, tokens, head dimension
+ATTENTION = {
+    "4 x 32 x 4096, 128": (4, 32, 32, 4096, 128), "2 x 32/8 x 8192, 128": (2, 32, 8, 8192, 128),
+    "1 x 32 x 16384, 128": (1, 32, 32, 16384, 128), "8 x 16 x 4096, 64": (8, 16, 16, 4096, 64),
+    "16 x 32 x 1024, 128": (16, 32, 32, 1024, 128), "64 x 32 x 512, 128": (64, 32, 32, 512, 128),
+}  # fmt: skip
+
+
+def _products(shape):
+    M, N, K = shape
+    return 2 * M * N * K
+
+
+def _linear(M, N, K):
+    return rand(M, K), rand(N, K) * K**-0.5
+
+
+def _linear_bias(M, N, K):
+    return (*_linear(M, N, K), rand(N))
+
+
+def _gated_linear(M, N, K):
+    return (*_linear(M, N, K), rand(N, K) * K**-0.5)
+
+
+def _float8(M, N, K):
+    a, b = _linear(M, N, K)
+    one = torch.ones((), device="cuda")
+    return a.to(torch.float8_e4m3fn), b.to(torch.float8_e4m3fn).t(), one, one
+
+
+def _scaled_mm(fast):
+    return lambda a, b, sa, sb: torch._scaled_mm(a, b, sa, sb, out_dtype=torch.bfloat16, use_fast_accum=fast)
+
+
+def _experts(T, E, N, K):
+    ends = torch.rand(E - 1, device="cuda").sort().values.mul(T // 8).int() * 8
+    return rand(T, K), rand(E, K, N) * K**-0.5, torch.cat((ends, ends.new_full((1,), T)))
+
+
+def _grouped_mm(a, b, offs):
+    if a.dtype == torch.bfloat16:
+        return torch._grouped_mm(a, b, offs)
+    ends = [0, *offs.tolist()]
+    return torch.cat([a[i:j] @ w for i, j, w in zip(ends, ends[1:], b)])
+
+
+def _attention(B, HQ, HK, S, D):
+    return rand(B, HQ, S, D), rand(B, HK, S, D), rand(B, HK, S, D)
+
+
+def _sdpa(causal, backend=None):
+    def way(q, k, v):
+        return F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=q.shape[1] != k.shape[1])
+
+    def only(*qkv):
+        from torch.nn.attention import SDPBackend, sdpa_kernel
+
+        with sdpa_kernel(getattr(SDPBackend, backend)):
+            return way(*qkv)
+
+    return way if backend is None else only
+
+
+def _cache(B, HQ, HK, S, D):
+    return rand(B, 1, HQ, D), rand(B, S, HK, D), rand(B, S, HK, D)
+
+
+def _decode(q, k, v):
+    q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+    return F.scaled_dot_product_attention(q, k, v, enable_gqa=q.shape[1] != k.shape[1]).transpose(1, 2)
 
 
 def streams(count, itemsize=2):
@@ -231,5 +314,54 @@ WORKLOADS = {
     "reductions.cumsum": Workload(
         lambda *s: (rand(*s),), lambda k, x: k.reductions.cumsum(x, -1), lambda x: torch.cumsum(x, -1),
         {"32768 x 4096": (32768, 4096), "16 x 8388608": (16, 2**23)}, (4, 256), streams(2),
+    ),
+    "linear": Workload(
+        _linear, lambda k, x, w: k.linear(x, w), F.linear, LINEAR, (4, 64, 64), flops=_products, backward_flops=2.0,
+        grads=(0, 1),
+    ),
+    "linear with bias and gelu": Workload(
+        _linear_bias, lambda k, x, w, b: k.linear(x, w, b, activation="gelu"),
+        lambda x, w, b: F.gelu(F.linear(x, w, b)), LINEAR, (4, 64, 64), flops=_products, backward_flops=2.0, grads=(0, 1, 2),
+    ),
+    "gated_linear": Workload(
+        _gated_linear, lambda k, *a: k.gated_linear(*a), lambda x, g, u: F.silu(F.linear(x, g)) * F.linear(x, u),
+        LINEAR, (4, 64, 64), flops=lambda s: 2 * _products(s), backward_flops=2.0, grads=(0, 1, 2),
+    ),
+    **{
+        f"scaled_matmul, {name}": Workload(
+            _float8, lambda k, *a, fast=fast: k.scaled_matmul(*a, fast_accum=fast), _scaled_mm(fast),
+            {n: s for n, s in LINEAR.items() if s[0] % 16 == 0}, (16, 64, 64), flops=_products, grads=(),
+            exact=lambda a, b, sa, sb: a @ b,
+        )
+        for name, fast in (("fast", True), ("accurate", False))
+    },
+    "grouped_mm": Workload(
+        _experts, lambda k, a, b, offs: k.grouped_mm(a, b, offs=offs), _grouped_mm,
+        {"mixtral": (8192, 8, 14336, 4096), "qwen3_moe": (16384, 128, 768, 2048)}, (16, 2, 64, 64),
+        flops=lambda s: 2 * s[0] * s[2] * s[3], backward_flops=2.0, grads=(0, 1),
+    ),
+    **{
+        f"attention{', causal' * causal}": Workload(
+            _attention,
+            lambda k, q, key, v, causal=causal: k.scaled_dot_product_attention(
+                q, key, v, is_causal=causal, enable_gqa=q.shape[1] != key.shape[1]
+            ),
+            _sdpa(causal), ATTENTION, (1, 2, 2, 64, 64),
+            flops=lambda s, causal=causal: 4 * s[0] * s[1] * s[3] ** 2 * s[4] // (1 + causal), backward_flops=2.5,
+            grads=(0, 1, 2),
+            peers={
+                "cudnn": lambda causal=causal: _sdpa(causal, "CUDNN_ATTENTION"),
+                "flash2": lambda causal=causal: _sdpa(causal, "FLASH_ATTENTION"),
+            },
+        )
+        for causal in (False, True)
+    },
+    "flash_attn_with_kvcache": Workload(
+        _cache, lambda k, q, key, v: k.flash_attn_with_kvcache(q, key, v), _decode,
+        {
+            "llama3_8b, 64 x 8192": (64, 32, 8, 8192, 128), "llama3_8b, 8 x 32768": (8, 32, 8, 32768, 128),
+            "llama3_8b, 1 x 131072": (1, 32, 8, 131072, 128), "gemma, 8 x 32768": (8, 8, 4, 32768, 256),
+        },
+        (1, 2, 2, 64, 64), forward=lambda s: 4 * s[0] * s[2] * s[3] * s[4], grads=(),
     ),
 }  # fmt: skip

@@ -38,6 +38,9 @@ TORCH_HAS = {
     "normalize": lambda x, dim: F.normalize(x, dim=dim),
     "group_norm": lambda x, num_groups, weight, bias: F.group_norm(x, num_groups, weight, bias),
     "cross_entropy": lambda x, target, reduction: F.cross_entropy(wide(x), target, reduction=reduction),
+    "matmul": lambda a, b: a @ b,
+    "linear": lambda x, weight: F.linear(x, weight),
+    "scaled_dot_product_attention": lambda query, key, value: F.scaled_dot_product_attention(query, key, value),
 }
 TORCH_COMPOSES = {
     "add_rms_norm": lambda x, residual, weight: (F.rms_norm(x + residual, weight.shape, weight, 1e-6), x + residual),
@@ -67,6 +70,8 @@ TORCH_COMPOSES = {
     "qk_norm_rotary": lambda q, k, q_weight, k_weight, cos, sin: tuple(
         rotated(F.rms_norm(t, w.shape, w, 1e-6), cos, sin) for t, w in ((q, q_weight), (k, k_weight))
     ),
+    "gated_linear": lambda x, weight_gate, weight_up: F.silu(x @ weight_gate.t()) * (x @ weight_up.t()),
+    "flash_attn_func": lambda q, k, v: turned(F.scaled_dot_product_attention(turned(q), turned(k), turned(v))),
 }
 # Functions that nothing here can be held against: their own tests do.
 ELSEWHERE = {
@@ -76,8 +81,21 @@ ELSEWHERE = {
     "linear_cross_entropy": "rounds logits as a matmul does: tests/test_linear_cross_entropy.py",
     "token_log_probs": "rounds logits as a matmul does: tests/test_linear_cross_entropy.py",
     "vocab_parallel_cross_entropy": "several processes: tests/test_cross_entropy.py",
+    "grouped_mm": "groups of rows: tests/test_grouped_mm.py",
+    "quantize_fp8": "gives float8: tests/test_scaled_matmul.py",
+    "scaled_matmul": "takes float8: tests/test_scaled_matmul.py",
+    "flash_attn_varlen_func": "packed sequences: tests/test_attention.py",
+    "flash_attn_with_kvcache": "writes to a cache: tests/test_kv_cache_attention.py",
 }
-ARGUMENTS = {"rotary": {"x": "q"}}  # where an argument is not the one that `arguments` has under its name
+# Where an argument is not the one that `arguments` has under its name.
+ARGUMENTS = {
+    "rotary": {"x": "q"},
+    "matmul": {"a": "x", "b": "columns"},
+    "linear": {"weight": "matrix"},
+    "gated_linear": {"weight_gate": "matrix", "weight_up": "matrix"},
+    "flash_attn_func": {"q": "tokens", "k": "tokens", "v": "tokens"},
+    "scaled_dot_product_attention": {"query": "heads", "key": "heads", "value": "heads"},
+}
 
 
 def pick_device():
@@ -118,6 +136,10 @@ def rotated(x, cos, sin):
     return x * cos.unsqueeze(1) + swapped * sin.unsqueeze(1)
 
 
+def turned(x):
+    return x.transpose(1, 2)
+
+
 def arguments(rows, columns, dtype, device):
     """Every argument that a function above may name."""
     torch.manual_seed(0)
@@ -131,6 +153,10 @@ def arguments(rows, columns, dtype, device):
     drawn["q_weight"], drawn["k_weight"] = torch.randn(2, D, device=device, dtype=dtype)
     angles = torch.rand(1, rows, D // 2, device=device).repeat(1, 1, 2) * 6
     drawn["cos"], drawn["sin"] = angles.cos().to(dtype), angles.sin().to(dtype)
+    drawn["matrix"] = torch.randn(columns // 2, columns, device=device, dtype=dtype) * columns**-0.5
+    drawn["columns"] = drawn["matrix"].t()
+    drawn["heads"] = drawn["q"][:, :2]
+    drawn["tokens"] = drawn["heads"].transpose(1, 2)
     drawn["target"] = torch.randint(columns, (rows,), device=device)
     return {**drawn, "dim": -1, "activation": "silu", "reduction": "none", "num_groups": 4}
 

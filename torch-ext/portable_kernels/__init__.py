@@ -15,6 +15,7 @@ from .activations import (
     softplus,
     tanh,
 )
+from .attention import flash_attn_func, flash_attn_varlen_func, scaled_dot_product_attention
 from .cross_entropy import cross_entropy, vocab_parallel_cross_entropy
 from .distillation import distillation_jsd, distillation_kl
 from .dropout import dropout, dropout_add
@@ -33,13 +34,16 @@ from .gated import (
 )
 from .gated_norm import rms_norm_gated
 from .group_norm import group_norm
+from .kv_cache_attention import flash_attn_with_kvcache
 from .layer_norm import add_layer_norm, layer_norm
 from .linear_cross_entropy import linear_cross_entropy, token_log_probs
 from .masked_softmax import masked_softmax
+from .matmul import gated_linear, linear, matmul
 from .modulated_norm import modulated_layer_norm, modulated_rms_norm
 from .normalize import normalize
 from .rms_norm import add_rms_norm, rms_norm
 from .rotary import apply_rotary_pos_emb, qk_norm_rotary, rotary
+from .scaled_matmul import quantize_fp8, scaled_matmul
 from .softmax import log_softmax, softmax
 from .topk_softmax import topk_softmax
 
@@ -91,6 +95,15 @@ __all__ = [
     "distillation_jsd",
     "dropout",
     "dropout_add",
+    "matmul",
+    "linear",
+    "gated_linear",
+    "scaled_matmul",
+    "quantize_fp8",
+    "scaled_dot_product_attention",
+    "flash_attn_func",
+    "flash_attn_varlen_func",
+    "flash_attn_with_kvcache",
     "reductions",
     "layers",
     "report",

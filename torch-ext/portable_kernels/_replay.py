@@ -11,7 +11,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from . import _device
-from ._triton import INTERPRET, TensorDescriptor
+from ._triton import DESCRIPTORS, INTERPRET
 
 _Tensor, _Parameter = torch.Tensor, torch.nn.Parameter
 _VALUES = frozenset((int, float, bool, str, type(None), torch.dtype))
@@ -34,8 +34,6 @@ _autocast = _probe(lambda: torch._C._is_any_autocast_enabled, True)
 _precision = torch._C._get_float32_matmul_precision
 _grad = torch.is_grad_enabled
 _forward_ad = torch.autograd.forward_ad
-_TYPE = "xpu" if getattr(torch, "xpu", None) and torch.xpu.is_available() else "cuda"
-_current = torch.xpu.current_device if _TYPE == "xpu" else _probe(lambda: torch._C._cuda_getDevice, 0)
 
 
 def replayed(function):
@@ -90,7 +88,7 @@ def _key(args, kwargs, tensors):
             key += (kind, a)
         else:
             return None
-    if not tensors or _forward_ad._current_level >= 0 or (not INTERPRET and index != _current()):
+    if not tensors or _forward_ad._current_level >= 0 or (not INTERPRET and index != _device.current()):
         return None
     if _autocast():
         device = tensors[0].device.type
@@ -135,7 +133,7 @@ class _Watch(TorchDispatchMode):
         self.kept = list(tensors)
         self.lines = []  # (names made, names used, text, whether it has effects)
         self.roots = {}  # of a view: (name of what it is a view of, bytes from its start)
-        self.values = {"torch": torch, "TensorDescriptor": TensorDescriptor, "stream": None}
+        self.values = {"torch": torch, "stream": None}
         self.refused = False
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -231,9 +229,11 @@ class _Watch(TorchDispatchMode):
                 root, offset = name, 0
             used.append(root)
             return root
-        if TensorDescriptor is not None and type(a) is TensorDescriptor:
+        if type(a) in DESCRIPTORS:
             rest = ", ".join(self.value(list(v)) for v in (a.shape, a.strides, a.block_shape))
-            return f"TensorDescriptor({self.operand(a.base, used)}, {rest})"
+            if hasattr(a, "layout"):
+                rest += f", {self.value(a.layout)}"
+            return f"{self.value(type(a))}({self.operand(a.base, used)}, {rest})"
         return self.value(a)
 
     def written(self, result):
