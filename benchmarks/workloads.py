@@ -321,7 +321,8 @@ WORKLOADS = {
     ),
     "linear with bias and gelu": Workload(
         _linear_bias, lambda k, x, w, b: k.linear(x, w, b, activation="gelu"),
-        lambda x, w, b: F.gelu(F.linear(x, w, b)), LINEAR, (4, 64, 64), flops=_products, backward_flops=2.0, grads=(0, 1, 2),
+        lambda x, w, b: F.gelu(F.linear(x, w, b)), LINEAR, (4, 64, 64), flops=_products, backward_flops=2.0,
+        grads=(0, 1, 2),
     ),
     "gated_linear": Workload(
         _gated_linear, lambda k, *a: k.gated_linear(*a), lambda x, g, u: F.silu(F.linear(x, g)) * F.linear(x, u),

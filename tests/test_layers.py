@@ -164,7 +164,77 @@ def test_kernelize(kernel, device, monkeypatch, layer, mode):
 
 def test_every_layer_has_a_case(kernel):
     layers = {n for n, v in vars(kernel.layers).items() if isinstance(v, type) and issubclass(v, nn.Module)}
-    assert layers == {*CASES, "apply_rotary_transformers", "RMSNormGated"}
+    elsewhere = {"apply_rotary_transformers", "RMSNormGated", "TorchRMSNorm", "Dropout"}
+    assert layers == {*CASES, *DIFFUSERS, *elsewhere}
+
+
+DIFFUSERS = ("DiffusersRMSNorm", "DiffusersGEGLU", "DiffusersSwiGLU")
+
+
+def diffusers_modules(layer):
+    pytest.importorskip("diffusers")
+    from diffusers.models.activations import GEGLU, SwiGLU
+    from diffusers.models.normalization import RMSNorm
+
+    if layer == "DiffusersGEGLU":
+        return [GEGLU(24, 40), GEGLU(24, 40, bias=False)]
+    if layer == "DiffusersSwiGLU":
+        return [SwiGLU(24, 40)]
+    modules = [RMSNorm(24, 1e-5), RMSNorm(24, 1e-5, elementwise_affine=False), RMSNorm(24, 1e-5, bias=True)]
+    for module in modules:
+        for p in module.parameters():
+            p.data.copy_(torch.randn(24))
+    return modules
+
+
+@pytest.mark.parametrize("mode", MODES, ids=str)
+@pytest.mark.parametrize("layer", DIFFUSERS)
+def test_kernelize_diffusers(kernel, device, monkeypatch, layer, mode):
+    for module in diffusers_modules(layer):
+        module = module.to(device)
+        x = tensor((2, 4, 24), torch.float32, device).requires_grad_()
+        before = module(x)
+        dy, wanted = torch.randn_like(before), [x, *module.parameters()]
+        gradients = torch.autograd.grad(before, wanted, dy)
+        module = kernelized(module, layer, mode, device, monkeypatch)
+        assert is_ours(module, kernel)
+        assert_close(module(hidden_states=x), before.double(), ulps=8)
+        for a, b in zip(torch.autograd.grad(module(x), wanted, dy), gradients):
+            assert_close(a, b.double(), dim=-1 if a.shape == x.shape else None, ulps=64)  # torch's error on ours
+        monkeypatch.undo()
+
+
+@pytest.mark.parametrize("weight", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_diffusers_rounding(kernel, device, dtype, weight):
+    """The dtype of diffusers and, but for the last bit of a few, its bits, whichever dtypes rows and weight have."""
+    x = tensor((32, 24), dtype, device)
+    for module in diffusers_modules("DiffusersRMSNorm"):
+        module = module.to(device, weight)
+        with torch.no_grad():
+            expected, found = module(x), kernel.layers.DiffusersRMSNorm.forward(module, x)
+        assert found.dtype == expected.dtype
+        if found.dtype == torch.float32:
+            assert_close(found, expected.double(), ulps=8)
+        else:
+            assert (found == expected).float().mean() >= 0.99
+
+
+def test_torch_rms_norm_and_dropout(kernel, device, monkeypatch):
+    x = tensor((2, 4, 24), torch.float32, device)
+    for make in (lambda: nn.RMSNorm(24, eps=1e-6), lambda: nn.RMSNorm((4, 24)), lambda: nn.RMSNorm(24, None, False)):
+        module = make().to(device)
+        before = module(x)
+        module = kernelized(module, "TorchRMSNorm", Mode.TRAINING, device, monkeypatch)
+        assert is_ours(module, kernel)
+        assert_close(module(x=x), before.double(), ulps=8)
+        monkeypatch.undo()
+    module = kernelized(nn.Dropout(0.25), "Dropout", Mode.TRAINING, device, monkeypatch)
+    y = module(x)
+    assert is_ours(module, kernel) and torch.allclose(y[y != 0], (x / 0.75)[y != 0]) and (y == 0).any()
+    module.inplace, given = True, x.clone()
+    assert module(given) is given and (given == 0).any()
+    assert torch.equal(module.eval()(x.clone()), x)
 
 
 @pytest.mark.parametrize("mode", MODES, ids=str)

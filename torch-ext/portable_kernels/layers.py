@@ -8,7 +8,8 @@ import torch
 from torch import nn
 
 from .activations import gelu, quick_gelu, silu
-from .gated import gelu_and_mul, gelu_tanh_and_mul, silu_and_mul
+from .dropout import dropout
+from .gated import gelu_and_mul, gelu_tanh_and_mul, mul_and_gelu, mul_and_silu, silu_and_mul
 from .gated_norm import rms_norm_gated
 from .group_norm import group_norm
 from .layer_norm import layer_norm
@@ -67,6 +68,66 @@ class RMSNorm(nn.Module):
         if self.weight is None:
             return _over_shape(rms_norm, hidden_states, self.normalized_shape, eps=eps)
         return rms_norm(hidden_states, self.weight, eps, casting=_casting(type(self)))
+
+
+class TorchRMSNorm(nn.Module):
+    """torch.nn.RMSNorm, by the name of its argument; without eps the epsilon of the dtype that sums run in."""
+
+    has_backward = True
+    can_torch_compile = True
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.weight is None:
+            return _over_shape(rms_norm, x, self.normalized_shape, eps=self.eps)
+        return rms_norm(x, self.weight, self.eps)
+
+
+class DiffusersRMSNorm(nn.Module):
+    """diffusers' RMSNorm, with or without weight and bias. A weight of 16 bits is what the rows are rounded to."""
+
+    has_backward = True
+    can_torch_compile = True
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        if self.weight is None:
+            return rms_norm(hidden_states, None, self.eps)
+        if self.weight.dtype in (torch.float16, torch.bfloat16) and self.weight.dtype != hidden_states.dtype:
+            # The product is of what was rounded to the weight's dtype, which no rounding of rms_norm is.
+            y = rms_norm(hidden_states.float(), None, self.eps).to(self.weight.dtype) * self.weight
+            return y if self.bias is None else y + self.bias
+        h = hidden_states.to(torch.promote_types(hidden_states.dtype, self.weight.dtype))
+        return rms_norm(h, self.weight, self.eps, bias=self.bias, casting="before_weight")
+
+
+class DiffusersGEGLU(nn.Module):
+    """diffusers' GEGLU: the projection's first half times gelu of the second."""
+
+    has_backward = True
+    can_torch_compile = True
+
+    def forward(self, hidden_states: torch.Tensor, *args, **kwargs) -> torch.Tensor:
+        return mul_and_gelu(self.proj(hidden_states))
+
+
+class DiffusersSwiGLU(nn.Module):
+    """diffusers' SwiGLU: the projection's first half times silu of the second."""
+
+    has_backward = True
+    can_torch_compile = True
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        return mul_and_silu(self.proj(hidden_states))
+
+
+class Dropout(nn.Module):
+    """torch.nn.Dropout; in place where it is."""
+
+    has_backward = True
+    can_torch_compile = True
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        y = dropout(input, self.p, self.training)
+        return input.copy_(y) if self.inplace else y
 
 
 class RMSNormZeroCentered(nn.Module):
