@@ -344,3 +344,14 @@ def attend(
             H=H, D=D, SPLITS=splits, COMPUTE=triton_dtype(compute), BLOCK_S=BLOCK_S, BLOCK_D=BLOCK_D, num_warps=4,
         )  # fmt: skip
     return o, lse
+
+
+def few_queries(q, k, v, alibi, sinks, scale, left, right, softcap):
+    """(o, lse) of (B, S, H, D) tensors; left, right: negative = without a bound."""
+    if q.shape[1] == 1 and alibi is None:
+        right = -1  # the last key is the query's own
+    left, right = (None if w < 0 else w for w in (left, right))
+    return attend(
+        q, k, v, None, None, None, None, None, None, alibi, sinks, k.shape[1], 0, scale, left, right, softcap or None,
+        False, False, 0,
+    )  # fmt: skip

@@ -37,8 +37,7 @@ except Exception:  # older Triton has none
 
 DESCRIPTORS = {TensorDescriptor}  # and Gluon's, once it is there
 
-# Whether this Triton is one that the kernels in Gluon, its lower level, were tested with: by equal bits over hundreds of
-# launches, alone and among 16 processes, H200. Where it is not, portable kernels compute the same.
+# Whether this Triton is one that the kernels in Gluon, its lower level, were tested with. Else portable ones serve.
 GLUON = VERSION is not None and not INTERPRET and VERSION.startswith("3.6.")
 
 
