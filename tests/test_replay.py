@@ -211,6 +211,14 @@ def test_memory_of_a_repeat_is_the_callers(replayed, device):
     assert all(t() is None for t in gone)
 
 
+def test_other_devices_are_other_kinds(replayed, device):
+    f = replayed(lambda x, w: (x + 1, w * 2))
+    x = torch.zeros(3, device=device)
+    f(x, x.clone()), f(x, x.clone())
+    f(x, x.to("meta"))
+    assert len(f.calls) == 2
+
+
 def test_kinds_are_forgotten(replayed, internals, device, monkeypatch):
     monkeypatch.setattr(internals("_replay"), "_LIMIT", 8)
     f = replayed(lambda x: x + 1)

@@ -75,7 +75,7 @@ def _key(args, kwargs, tensors):
             if learns and a.requires_grad:
                 return None
             index = a.get_device()
-            if index < 0 and not INTERPRET:
+            if index < 0 and not (INTERPRET and a.is_cpu):  # a meta tensor's index is the CPU's
                 return None
             try:
                 key += (index, a.dtype, a.shape, a.stride(), a.data_ptr() % 16, a.is_neg())
