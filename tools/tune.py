@@ -185,7 +185,10 @@ def main():
         changed = {k: v for k, v in quickest._asdict().items() if v != matmul.Plan._field_defaults.get(k)}
         lost = took[quickest] > took["torch"] and not name
         rows.append({
-            "when": {"device": facts.name, "dtype": [arguments.dtype], "gated": gated, "M": [M, M], "N": [N, N], "K": [K, K]},
+            "when": {
+                "device": facts.name, "dtype": [arguments.dtype], "gated": gated, "act": name is not None,
+                "M": [M, M], "N": [N, N], "K": [K, K],
+            },
             "plan": {"kind": "vendor"} if lost else changed,
             "measured": {
                 "us": round(took[quickest], 1), "torch_us": round(took["torch"], 1), "activation": name,

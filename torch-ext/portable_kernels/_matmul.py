@@ -472,7 +472,8 @@ def run(g, a, b, b2, y, z, z2, bias, residual, how, plan):
         even = None not in turns and None not in batched and turns[1] == turns[2] and g.b == g.b2 and g.K > 0
         asked = dict(
             M=g.M, N=g.N, K=g.K, batch=g.outer * g.inner, gated=b2 is not None, aligned=tensor_cores and even,
-            turned=g.b[2] == 1, precision=precision, out_bytes=y.element_size(),
+            turned=g.b[2] == 1, precision=precision, out_bytes=y.element_size(), act=how.activation is not None or residual is not None,
+            tiles=cdiv(g.M, 64) * cdiv(g.N, 64) * g.outer * g.inner,
             vendor=y.dtype == a.dtype and (a.dtype != torch.float32 or (how.precision or by_torch) == by_torch),
         )  # fmt: skip
         if _tuning.AUTOTUNE and not how.invariant:
