@@ -12,6 +12,7 @@ import argparse
 import datetime
 import importlib.util
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -133,10 +134,10 @@ def measure(op, case, shape, workload, kernel, clock, directions, wanted, ceilin
                     if dy is None:
                         dy = [torch.randn_like(t) if t.dim() else torch.ones_like(t) for t in y]
                         wide_leaves = [t.detach().requires_grad_(i in workload.grads) for i, t in enumerate(wide)]
-                        expected = torch.autograd.grad(
-                            tensors(workload.torch(*wide_leaves)), [wide_leaves[i] for i in workload.grads],
-                            [t.float() for t in dy],
-                        )  # fmt: skip
+                        y_expected = tensors((workload.exact or workload.torch)(*wide_leaves))
+                        wide_learn = [wide_leaves[i] for i in workload.grads]
+                        expected = torch.autograd.grad(y_expected, wide_learn, [t.float() for t in dy])
+                        del y_expected, wide_learn
                         del wide_leaves
                     grads = [d.to(t.dtype) for d, t in zip(dy, y)]
 
@@ -168,6 +169,35 @@ def measure(op, case, shape, workload, kernel, clock, directions, wanted, ceilin
                 row["of_copy"] = row["gbps"] / ceiling["copy_gbps"]
             yield row
         del runs
+
+
+def compile_all(selected, kernel, directions, jobs):
+    """Call the package's way of every case once, in `jobs` processes: Triton's cache on disk then has its kernels.
+
+    Before this process touches the device, or its children could not.
+    """
+    cases = [(workload, shape) for workload in selected.values() for shape in workload.cases.values()]
+    children = []
+    for job in range(jobs):
+        child = os.fork()
+        if child:
+            children.append(child)
+            continue
+        for workload, shape in cases[job::jobs]:
+            try:
+                inputs = workload.make(*shape)
+                workload.ours(kernel, *inputs)
+                if "backward" in directions and workload.grads:
+                    leaves = [t.detach().requires_grad_(i in workload.grads) for i, t in enumerate(inputs)]
+                    y = tensors(workload.ours(kernel, *leaves))
+                    torch.autograd.grad(y, [leaves[i] for i in workload.grads], [torch.zeros_like(t) for t in y])
+                torch.cuda.synchronize()
+            except Exception:  # is said when it is measured
+                pass
+            torch.cuda.empty_cache()
+        os._exit(0)
+    for child in children:
+        os.waitpid(child, 0)
 
 
 def host(workload, kernel, wanted, calls=1000):
@@ -205,17 +235,23 @@ def main():
         "--providers", nargs="*", default=["compile", "liger", "quack", "cudnn", "flash2"], help="beside torch itself"
     )
     parser.add_argument("--seconds", type=float, default=0.02, help="of measuring, for each way to do a case")
+    parser.add_argument("--jobs", type=int, default=0, help="compile in so many processes first")
     parser.add_argument("--commit", help="of what is measured; else git is asked")
     parser.add_argument("--host", action="store_true", help="measure the host's share of a call too")
     options = parser.parse_args()
     unknown = set(options.ops or ()) - set(WORKLOADS)
     if unknown:
         parser.error(f"no such ops: {', '.join(sorted(unknown))}")
-    if not torch.cuda.is_available():
+    if not torch.cuda.device_count():  # asked without touching the device
         sys.exit("sweep.py measures on a GPU, and torch sees none")
     import triton
 
-    kernel, clock = load(options.variant), Clock(options.seconds)
+    kernel, began = load(options.variant), time.perf_counter()
+    selected = {op: w for op, w in WORKLOADS.items() if not options.ops or op in options.ops}
+    if options.jobs:
+        compile_all(selected, kernel, options.directions, options.jobs)
+        print(f"compiled in {time.perf_counter() - began:.0f} s", flush=True)
+    clock = Clock(options.seconds)
     ceiling = ceilings(clock)
     asked = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True)
     commit = options.commit or asked.stdout.strip()
@@ -224,7 +260,6 @@ def main():
         "commit": commit, "date": datetime.date.today().isoformat(), "ceilings": ceiling, "rows": [], "host": {},
     }  # fmt: skip
     print(f"{record['device']}: copy {ceiling['copy_gbps']:.0f} GB/s, product {ceiling['matmul_tflops']:.0f} TFLOP/s")
-    selected = {op: w for op, w in WORKLOADS.items() if not options.ops or op in options.ops}
     for number, (op, workload) in enumerate(selected.items(), 1):
         for case, shape in workload.cases.items():
             torch.cuda.empty_cache()

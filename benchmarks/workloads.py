@@ -100,6 +100,14 @@ def _sdpa(causal, backend=None):
     return way if backend is None else only
 
 
+def _attention_exact(causal):
+    def way(q, k, v):
+        k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (k, v))
+        return F.scaled_dot_product_attention(q, k, v, is_causal=causal)
+
+    return way
+
+
 def _cache(B, HQ, HK, S, D):
     return rand(B, 1, HQ, D), rand(B, S, HK, D), rand(B, S, HK, D)
 
@@ -349,7 +357,7 @@ WORKLOADS = {
             ),
             _sdpa(causal), ATTENTION, (1, 2, 2, 64, 64),
             flops=lambda s, causal=causal: 4 * s[0] * s[1] * s[3] ** 2 * s[4] // (1 + causal), backward_flops=2.5,
-            grads=(0, 1, 2),
+            grads=(0, 1, 2), exact=_attention_exact(causal),
             peers={
                 "cudnn": lambda causal=causal: _sdpa(causal, "CUDNN_ATTENTION"),
                 "flash2": lambda causal=causal: _sdpa(causal, "FLASH_ATTENTION"),
