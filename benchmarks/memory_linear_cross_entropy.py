@@ -6,6 +6,7 @@ The first argument is a built variant of this package; rows of one shape are mea
 """
 
 import argparse
+import datetime
 import importlib.util
 import json
 import statistics
@@ -117,6 +118,7 @@ def main():
     parser.add_argument("--shapes", nargs="*", default=list(SHAPES), choices=list(SHAPES))
     parser.add_argument("--reductions", nargs="*", default=["mean", "none"])
     parser.add_argument("--chunks", nargs="*", type=int, default=[], help="MiB, other than the default")
+    parser.add_argument("--commit", default="", help="of what is measured")
     parser.add_argument("--turns", type=int, default=10)
     args = parser.parse_args()
     kernel, rows = load(args.package), []
@@ -132,7 +134,12 @@ def main():
                 )
             torch.cuda.empty_cache()
     if args.json:
-        about = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "rows": rows}
+        import triton
+
+        about = {
+            "device": torch.cuda.get_device_name(), "torch": torch.__version__, "triton": triton.__version__,
+            "commit": args.commit, "date": datetime.date.today().isoformat(), "rows": rows,
+        }  # fmt: skip
         Path(args.json).write_text(json.dumps(about, indent=1) + "\n")
 
 
