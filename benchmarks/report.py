@@ -87,8 +87,8 @@ def page():
 
 Written by `python benchmarks/report.py` from `benchmarks/results/`; measured by `python benchmarks/sweep.py`, whose
 docstring says how. {of(sweep)}, bfloat16.
-A device copy of 2^27 elements runs at {ceiling["copy_gbps"]:.0f} GB/s, a product of 4096 x 4096 matrices by the vendor's library at
-{ceiling["matmul_tflops"]:.0f} TFLOP/s.
+A device copy of 2^27 elements runs at {ceiling["copy_gbps"]:.0f} GB/s, and a product of 4096 x 4096 matrices by the
+vendor's library at {ceiling["matmul_tflops"]:.0f} TFLOP/s.
 
 ## What memory bounds, in GB/s
 

@@ -69,7 +69,8 @@ def plan_backward(N, itemsize, device):
     # Of a copy, rms_norm / layer_norm, H200 bf16: 0.90 / 0.76 at N = 256, 0.94 / 0.87 at 1024, 0.93 / 0.89 at 4096,
     # 0.95 / 0.91 at 8192, 0.63 / 0.45 at 16384. Up to 512 a warp has rows of its own: with 4 warps a row 0.36 / 0.20.
     if BLOCK_N <= 512:
-        plan = BackwardPlan(2048 // max(BLOCK_N, 128), BLOCK_N, True, 3, 1, 8)
+        # With a third operand half the rows: else what a warp works on does not fit its registers.
+        plan = BackwardPlan((2048 if itemsize <= 4 else 1024) // max(BLOCK_N, 128), BLOCK_N, True, 3, 1, 8)
     elif BLOCK_N <= 4096:
         plan = BackwardPlan(4096 // BLOCK_N, BLOCK_N, True, 3, 4, 2)
     else:
