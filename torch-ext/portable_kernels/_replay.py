@@ -156,11 +156,11 @@ class _Watch(TorchDispatchMode):
             return out
         used = []
         try:
+            text = f"{self.value(func)}({self.arguments(args, kwargs, used)})"
             made = []
             for t in outs:
                 if id(t) not in self.names:  # an op in place returns what it was given
                     made.append(self.name(t))
-            text = f"{self.value(func)}({self.arguments(args, kwargs, used)})"
             if made and str(func).startswith(("aten.empty", "aten.new_empty")):
                 text, used = self.allocation(outs[0])
             source = next((a for a in args if isinstance(a, torch.Tensor)), None)
