@@ -123,10 +123,14 @@ def undifferentiable(op, reference, mutates=()):
     op.register_kernel("cpu")(direct)
     registered = _by_name(op)
 
+    @replayed
+    def forward(*args):
+        return direct(*args) if is_plain(args) else registered(*args)
+
     def call(*args):
-        if torch.compiler.is_compiling() or not is_plain(args) or _forward_ad() or _wants_grad(args):
+        if torch.compiler.is_compiling() or transforms() or _forward_ad() or _wants_grad(args):
             return registered(*args)
-        results = direct(*args)
+        results = forward(*args)
         for i in mutates:
             if not args[i].is_inference():
                 torch.autograd.graph.increment_version(args[i])
