@@ -338,6 +338,14 @@ def test_splits_agree_and_repeat(family, device):
         assert torch.equal(out, family.flash_attn_with_kvcache(q, k, v, cache_seqlens=290, num_splits=n))
 
 
+def test_calls_of_one_kind(hold, device):
+    """The second and later are replayed, with their own tensors, lengths and caches."""
+    for n in (3, 9, 17):
+        q, k, v = make(2, 1, 4, 2, 16, 24, torch.float32, device)
+        kn, vn = (tensor((2, 1, 2, 16), torch.float32, device) for _ in range(2))
+        hold(q, k, v, kn, vn, cache_seqlens=lengths(device, n, 23 - n), num_splits=2)
+
+
 DEVICES = {
     "h200": (132, 232448),
     "a100": (108, 166912),
