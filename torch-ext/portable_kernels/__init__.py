@@ -34,6 +34,7 @@ from .gated import (
 )
 from .gated_norm import rms_norm_gated
 from .group_norm import group_norm
+from .grouped_mm import grouped_mm
 from .kv_cache_attention import flash_attn_with_kvcache
 from .layer_norm import add_layer_norm, layer_norm
 from .linear_cross_entropy import linear_cross_entropy, token_log_probs
@@ -98,6 +99,7 @@ __all__ = [
     "matmul",
     "linear",
     "gated_linear",
+    "grouped_mm",
     "scaled_matmul",
     "quantize_fp8",
     "scaled_dot_product_attention",
