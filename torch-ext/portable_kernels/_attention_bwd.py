@@ -42,22 +42,27 @@ from ._tiles import dot
 from ._triton import cdiv, next_power_of_2, round_to, tl, triton
 
 
-def plan_backward(rows, other, block_d, itemsize, bare, descriptors, device):
-    """(plan of the query gradient, plan of the key and value gradients)."""
+def plan_backward(rows_q, rows_k, block_d, itemsize, extras, descriptors, device):
+    """(plan of the queries' kernel, plan of the keys' kernel); the arguments as of `plan_forward`.
+
+    Each holds twice BLOCK of its own rows, and walks twice BLOCK of the others.
+    """
+    kind = "descriptor" if descriptors and device.descriptors and itemsize == 2 else "pointer"
     plans = []
     if itemsize == 2:
-        kind = "descriptor" if descriptors and device.descriptors else "pointer"
-        plans += [Plan(kind, 128, 64, 2, 8)]  # untuned
-    plans += [Plan("pointer", 64, 32, 2, 4), Plan("pointer", 64, 32, 1, 4), Plan("pointer", 32, 32, 1, 4)]  # untuned
-    plans += [Plan("pointer", 16, 16, 1, 4)]
-    for plan in plans:
-        held = 2 * plan.BLOCK_M + 2 * plan.STAGES * plan.BLOCK_N
-        if held * block_d * itemsize <= device.shared_memory:
+        if block_d <= 128 and not extras:
+            plans += [(Plan(kind, 128, 64, 2, 8), Plan(kind, 64, 128, 2, 8))]  # untuned
+        plans += [(Plan(kind, 64, 64, 2, 8), Plan(kind, 64, 64, 2, 8))]  # untuned: 8 warps share the registers
+        plans += [(Plan("pointer", 64, 32, stages, 8), Plan("pointer", 32, 64, stages, 8)) for stages in (2, 1)]
+    plans += [(Plan("pointer", 32, 32, 1, 8),) * 2, (Plan("pointer", 16, 16, 1, 4),) * 2]  # untuned
+    for queries, keys in plans:
+        held = queries.BLOCK_M + queries.STAGES * queries.BLOCK_N, keys.BLOCK_N + keys.STAGES * keys.BLOCK_M
+        if 2 * max(held) * block_d * itemsize <= device.shared_memory:
             break
-    most = max(next_power_of_2(rows), 16), max(next_power_of_2(other), 16)
+    most_q, most_k = (max(next_power_of_2(rows), 16) for rows in (rows_q, rows_k))
     return (
-        plan._replace(BLOCK_M=min(plan.BLOCK_M, most[0])),
-        plan._replace(BLOCK_M=min(plan.BLOCK_N, most[0]), BLOCK_N=min(plan.BLOCK_M, most[1])),
+        queries._replace(BLOCK_M=min(queries.BLOCK_M, most_q)),
+        keys._replace(BLOCK_M=min(keys.BLOCK_M, most_q), BLOCK_N=min(keys.BLOCK_N, most_k)),
     )
 
 
@@ -298,7 +303,8 @@ def attention_bwd(
     H, Hk, D, DV = q.shape[-2], k.shape[-2], q.shape[-1], v.shape[-1]
     block_d, block_dv = (max(next_power_of_2(d), 16) for d in (D, DV))
     folded, itemsize = fold(scale, softcap, alibi, mask), q.element_size()
-    queries, keys, operands = _plans(q, k, v, dout, max_q, max_k, packed, folded and seed is None, device)
+    extras = "mask" if mask is not None else "" if folded and seed is None else "more"
+    queries, keys, operands = _plans(q, k, v, dout, max_q, max_k, packed, extras, device)
     scalars = (*options(scale, softcap, left, right, seed, dropout_p), keep_scale(dropout_p))
     constants = {
         "D": D, "DV": DV, "BLOCK_D": block_d, "BLOCK_DV": block_dv, "FOLD": folded, "TOP_LEFT": top_left,
@@ -337,11 +343,11 @@ def attention_bwd(
     return dq, dk, dv, dmask, dsinks
 
 
-def _plans(q, k, v, dout, max_q, max_k, packed, bare, device):
+def _plans(q, k, v, dout, max_q, max_k, packed, extras, device):
     """(plan of the queries' kernel, plan of the keys', (k and v for the first, q and dout for the other))."""
     D, DV = (max(next_power_of_2(t.shape[-1]), 16) for t in (q, v))
     for descriptors in (device.descriptors and q.numel() > 0 and k.numel() > 0, False):
-        queries, keys = plan_backward(max_q, max_k, max(D, DV), q.element_size(), bare, descriptors, device)
+        queries, keys = plan_backward(max_q, max_k, max(D, DV), q.element_size(), extras, descriptors, device)
         operands = ((k, v), (q, dout))
         if queries.kind == "pointer":
             break

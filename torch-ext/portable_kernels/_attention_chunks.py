@@ -52,8 +52,7 @@ class Chunks:
         self.scale, self.left, self.right, self.softcap, self.dropout_p = scale, left, right, softcap, dropout_p
         (B, Sq, H, _), Sk = q.shape, k.shape[1]
         self.step = max(2**22 // max(B * H * Sk, 1), 1)
-        lens = [torch.tensor(S, device=q.device) if L is None else L for L, S in ((Lq, Sq), (Lk, Sk))]
-        self.offset = (lens[1] - lens[0]) * (0 if top_left else 1)
+        self.offset = 0 if top_left else Sk - Sq if Lk is None else (Lk - Lq).reshape(-1, 1, 1, 1)
         self.j = torch.arange(Sk, device=q.device)
 
     def __iter__(self):
@@ -68,7 +67,7 @@ class Chunks:
     def group(self, t):
         """(B, H, rows, N) to (B, Hk, H / Hk * rows, N)."""
         B, H, rows, N = t.shape
-        return t.reshape(B, self.k.shape[1], H // self.k.shape[1] * rows, N)
+        return t.reshape(B, self.k.shape[1], H // max(self.k.shape[1], 1) * rows, N)
 
     def split(self, t, part):
         return t.reshape(t.shape[0], self.q.shape[2], part.stop - part.start, t.shape[-1])
@@ -78,7 +77,7 @@ class Chunks:
         s = self.split(self.rows(self.q, part) @ self.k.mT, part) * self.scale
         gain = None
         i = torch.arange(part.start, part.stop, device=s.device)[:, None]
-        place = i + self.offset.reshape(-1, 1, 1, 1)
+        place = i + self.offset
         if self.softcap:
             t = torch.tanh(s / self.softcap)
             s, gain = t * self.softcap, (1 - t) * (1 + t)
@@ -100,9 +99,9 @@ class Chunks:
         """Which probabilities are kept, times what makes up for the others; or 1.0."""
         if self.seed is None:
             return 1.0
-        return dropout_mask(self.seed, self.q.shape[0], self.q.shape[2], part, self.k.shape[2], self.dropout_p) * (
-            keep_scale(self.dropout_p)
-        )
+        B, _, H, _ = self.q.shape
+        kept = dropout_mask(self.seed, B, H, part, self.k.shape[2], self.dropout_p)
+        return kept.to(self.compute) * keep_scale(self.dropout_p)
 
 
 def dropout_mask(seed, B, H, part, Sk, p):

@@ -5,6 +5,7 @@ from typing import NamedTuple, Optional
 import torch
 from torch import Tensor
 
+from . import _attention_decode
 from ._attention import (
     LN2,
     LOG2E,
@@ -26,13 +27,13 @@ from ._device import facts, launch
 from ._ops import add_op_namespace_prefix
 from ._rows import compute_dtype
 from ._tiles import dot
-from ._triton import TensorDescriptor, cdiv, next_power_of_2, round_to, tl, triton
+from ._triton import GLUON, TensorDescriptor, cdiv, next_power_of_2, round_to, tl, triton
 
 MAX_HEAD_DIM = 256  # of the kernels; wider heads are left to PyTorch
 
 
 class Plan(NamedTuple):
-    """kind: which kernel, and how it reads keys and values: "descriptor" (bulk copies) or "pointer"."""
+    """kind: which kernel, and how it reads keys and values: "descriptor" (bulk copies), "pointer"; "sm90"; "decode"."""
 
     kind: str
     BLOCK_M: int
@@ -44,28 +45,36 @@ class Plan(NamedTuple):
         """What the launch takes."""
         return {"DESC": self.kind == "descriptor", **{n: v for n, v in self._asdict().items() if n != "kind"}}
 
-    def fits(self, block_d, itemsize, shared_memory):
-        tiles = self.BLOCK_M + 2 * self.STAGES * self.BLOCK_N
-        return tiles * block_d * itemsize <= shared_memory
 
+def plan_forward(rows, block_d, itemsize, descriptors, device, plain=False, few=False, extras=""):
+    """The launch for sequences of at most `rows` queries.
 
-def plan_forward(rows, block_d, itemsize, descriptors, device):
-    """The launch for tiles of at most `rows` queries. descriptors: whether the operands allow bulk copies."""
+    Args:
+        block_d: the wider head dimension, padded.
+        descriptors: whether the operands allow bulk copies.
+        plain: whether nothing is asked for but causality, which the kernel for Hopper GPUs knows.
+        few: whether there are few queries of many keys, for the kernel that splits the keys.
+        extras: "mask" where a mask is read, "more" where scores or weights are changed otherwise.
+    """
+    if few:
+        return Plan("decode", 16, 64, 1, 4)  # it has plans of its own
+    bulk = descriptors and device.descriptors and itemsize == 2
+    if bulk and plain and GLUON and device.arch == "sm90" and block_d in (64, 128):
+        return Plan("sm90", 128, 128, 2, 8)  # likewise
+    kind = "descriptor" if bulk else "pointer"
     plans = []
-    if itemsize == 2 and descriptors and device.descriptors:
-        # 2 programs a multiprocessor: 0.84 to 0.92 of cuDNN at D = 128 and S >= 4096, H200 bf16
-        plans += [Plan("descriptor", 128, 64, 2, 4)] if block_d <= 128 else [Plan("descriptor", 128, 64, 2, 8)]
     if itemsize == 2:
-        plans += [Plan("pointer", 128, 64, 2, 4)] if block_d <= 128 else [Plan("pointer", 128, 64, 2, 8)]
-    # untuned: what fits smaller multiprocessors, and float32
-    plans += [
-        Plan("pointer", 64, 64 if block_d <= 64 else 32, 2, 4), Plan("pointer", 64, 32, 1, 4),
-        Plan("pointer", 32, 32, 1, 4), Plan("pointer", 16, 16, 1, 4),
-    ]  # fmt: skip
+        if extras == "mask" and block_d > 64:  # its addresses take the registers of half the rows
+            plans += [Plan(kind, 64, 64, 2, 8)]
+        else:
+            # 2 programs a multiprocessor: 0.84 to 0.92 of cuDNN at D = 128 and S >= 4096, H200 bf16
+            plans += [Plan(kind, 128, 64, 2, 8 if extras or block_d > 128 else 4)]
+        plans += [Plan("pointer", 64, 32, 2, 4), Plan("pointer", 64, 32, 1, 4)]  # untuned: of smaller multiprocessors
+    plans += [Plan("pointer", 32, 32, 1, 4 if block_d <= 64 else 8), Plan("pointer", 16, 16, 1, 4)]  # untuned: float32
     for plan in plans:
-        if plan.fits(block_d, itemsize, device.shared_memory):
-            return plan._replace(BLOCK_M=min(plan.BLOCK_M, max(next_power_of_2(rows), 16)))
-    return plan
+        if (plan.BLOCK_M + 2 * plan.STAGES * plan.BLOCK_N) * block_d * itemsize <= device.shared_memory:
+            break
+    return plan._replace(BLOCK_M=min(plan.BLOCK_M, max(next_power_of_2(rows), 16)))
 
 
 @triton.jit(do_not_specialize=["heads", "H", "group", "Sq", "Sk", "tiles", "at_once", "left", "right", "threshold"])
@@ -115,7 +124,7 @@ def _attention_fwd_kernel(
         m = tl.maximum(sink, m)
         total = tl.exp2((sink - m) * LOG2E)
         if FOLD:
-            m = m * LOG2E
+            m = tl.maximum(m * LOG2E, LOWEST)
     factor = LOG2E
     if FOLD:
         factor = scale * LOG2E
@@ -241,9 +250,24 @@ def attention_fwd(
     q, k, v = (unit_last_stride(t) for t in (q, k, v))
     H, Hk, D, DV = q.shape[-2], k.shape[-2], q.shape[-1], v.shape[-1]
     block_d, block_dv = (max(next_power_of_2(d), 16) for d in (D, DV))
+    folded = fold(scale, softcap, alibi, mask)
+    extras = "mask" if mask is not None else "" if folded and seed is None else "more"
     whole = pages is None and k.numel() > 0
+    plain = not packed and D == DV and scale > 0 and left < 0 and not softcap
+    plain = plain and mask is None and alibi is None and sinks is None and seed is None
+    # Below 1024 keys there is little to split. untuned
+    few = not packed and D == DV and H // Hk * max_q <= 64 and max_k >= 1024
+    few = few and mask is None and seed is None and not (top_left and right >= 0)
     for descriptors in (whole and device.descriptors, False):
-        plan = plan_forward(max_q, max(block_d, block_dv), q.element_size(), descriptors, device)
+        plan = plan_forward(max_q, max(block_d, block_dv), q.element_size(), descriptors, device, plain, few, extras)
+        if plan.kind == "decode":
+            return _attention_decode.few_queries(q, k, v, alibi, sinks, scale, left, right, softcap)
+        if plan.kind == "sm90":
+            from . import _attention_fwd_sm90  # and with it Gluon, which nothing else needs
+
+            if _attention_fwd_sm90.forward(q, k, v, out, lse, scale, right, top_left):
+                return out, lse
+            continue
         if plan.kind == "pointer":
             operands = (q, k, v)
             break
@@ -265,7 +289,7 @@ def attention_fwd(
          strides(out, packed), row_strides(lse),
          mask_strides(mask), alibi_strides(alibi), 0 if pages is None else pages.stride(0),
          *options(scale, softcap, left, right, seed, dropout_p), keep_scale(dropout_p)),
-        D=D, DV=DV, BLOCK_D=block_d, BLOCK_DV=block_dv, FOLD=fold(scale, softcap, alibi, mask), TOP_LEFT=top_left,
+        D=D, DV=DV, BLOCK_D=block_d, BLOCK_DV=block_dv, FOLD=folded, TOP_LEFT=top_left,
         PRECISION=precision(q, device), **plan.options(),
     )  # fmt: skip
     return out, lse

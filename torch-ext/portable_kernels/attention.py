@@ -77,7 +77,7 @@ def scaled_dot_product_attention_reference(
 def _reference(q, k, v, mask, scale, softcap, alibi, sinks, seed, dropout_p):
     """(out, lse) of (B, S, H, D) tensors. mask: bool, or added."""
     compute = torch.promote_types(q.dtype, torch.float32)
-    heads = torch.arange(q.shape[2], device=q.device) // (q.shape[2] // k.shape[2])
+    heads = torch.arange(q.shape[2], device=q.device) // max(q.shape[2] // max(k.shape[2], 1), 1)
     (B, Sq, H, _), Sk = q.shape, k.shape[1]
     s = torch.einsum("bihd,bjhd->bhij", q.to(compute), k.to(compute)[:, :, heads]) * scale
     if softcap:
