@@ -36,6 +36,18 @@ def spread(scale, shape, scaling):
     return scale.expand(shape)
 
 
+def hold(out, oracle, types=(E4M3, E4M3), slack=0.0):
+    """assert_close, but for what Hopper's tensor cores do to float8: within 128 of K their sums have about 14 bits.
+
+    torch._scaled_mm's do too: both are 1.3e-4 of the norm off, H200.
+    """
+    hopper = out.device.type == "cuda" and torch.cuda.get_device_capability(out.device) == (9, 0)
+    rough = (
+        hopper and out.dtype == torch.float32 and not any(torch.finfo(t).max == 240 or "fnuz" in str(t) for t in types)
+    )
+    assert_close(out, oracle, ulps=2**13 if rough else None, slack=slack)
+
+
 def codes(dtype):
     """The finite values of a type, in order."""
     values = torch.arange(256, dtype=torch.uint8).view(dtype).float()
@@ -201,7 +213,7 @@ def test_scales(kernel, family, device, kind_a, kind_b):
     scale_a, scale_b = scales(a, kind_a, device), scales(b, kind_b, device)
     bias = tensor((70,), torch.float32, device)
     out = multiply(kernel, a, b, scale_a, scale_b, bias, torch.float32)
-    assert_close(out, product(family, a, b, scale_a, scale_b, bias, kind_a, kind_b))
+    hold(out, product(family, a, b, scale_a, scale_b, bias, kind_a, kind_b))
     assert out.is_contiguous()
 
 
@@ -210,7 +222,7 @@ def test_scales_of_several_squares(kernel, family, device):
     for kind_a, kind_b in (("block", "square"), ("square", "block"), ("square", "square")):
         scale_a, scale_b = scales(a, kind_a, device), scales(b, kind_b, device)
         out = multiply(kernel, a, b, scale_a, scale_b, None, torch.float32)
-        assert_close(out, product(family, a, b, scale_a, scale_b, None, kind_a, kind_b))
+        hold(out, product(family, a, b, scale_a, scale_b, None, kind_a, kind_b))
 
 
 @pytest.mark.parametrize("types", list(itertools.product(FP8, FP8)))
@@ -218,7 +230,7 @@ def test_types(kernel, family, device, types):
     a, b = operands(20, 40, 70, device, types)
     one = torch.ones((), device=device)
     out = multiply(kernel, a, b, one, one, out_dtype=torch.float32)
-    assert_close(out, product(family, a, b, one, one, None, "tensor", "tensor"))
+    hold(out, product(family, a, b, one, one, None, "tensor", "tensor"), types)
 
 
 @pytest.mark.parametrize("out_dtype", [torch.bfloat16, torch.float16, torch.float32])
@@ -235,7 +247,7 @@ def test_results(kernel, family, device, out_dtype, fast):
     ):
         out = multiply(kernel, a, b, scale_a, scale_b, bias, out_dtype, fast_accum=fast)
         assert out.dtype == out_dtype
-        assert_close(out, product(family, a, b, scale_a, scale_b, bias, "row", "row"), slack=slack)
+        hold(out, product(family, a, b, scale_a, scale_b, bias, "row", "row"), slack=slack)
 
 
 @pytest.mark.parametrize("M, N, K", [(1, 64, 128), (1, 1, 1), (17, 3, 129), (3, 33, 31), (64, 96, 512), (129, 65, 64)])
@@ -244,7 +256,7 @@ def test_sizes(kernel, family, device, M, N, K):
     for kinds in (("tensor", "tensor"), ("row", "row"), ("block", "square"), ("block", "block")):
         scale_a, scale_b = scales(a, kinds[0], device), scales(b, kinds[1], device)
         out = multiply(kernel, a, b, scale_a, scale_b, None, torch.float32)
-        assert_close(out, product(family, a, b, scale_a, scale_b, None, *kinds))
+        hold(out, product(family, a, b, scale_a, scale_b, None, *kinds))
 
 
 @pytest.mark.parametrize("M, N, K", [(0, 4, 5), (4, 0, 5), (4, 5, 0), (0, 0, 0)])
@@ -269,7 +281,7 @@ def test_strides(kernel, family, device, layout):
     scale_a = scales(a, "block", device).t().contiguous().t()
     scale_b = scales(b, "row", device).repeat(2, 1)[::2]
     out = multiply(kernel, a, b, scale_a, scale_b, None, torch.float32)
-    assert_close(out, product(family, a, b, scale_a, scale_b, None, "block", "row"))
+    hold(out, product(family, a, b, scale_a, scale_b, None, "block", "row"))
 
 
 def test_nan_and_inf(kernel, device):
@@ -281,7 +293,7 @@ def test_nan_and_inf(kernel, device):
     expected = a.cpu().double() @ b.cpu().double().t()
     out = multiply(kernel, a, b, one, one, out_dtype=torch.float32)
     assert out.isnan().any() and out.isfinite().any()
-    assert_close(out, expected)
+    hold(out, expected, (E5M2, E4M3))
     padded = torch.full((24, 80), 0x7F, dtype=torch.uint8, device=device).view(E4M3)
     inside = padded[:20, :70]
     inside.view(torch.uint8).copy_(operands(20, 1, 70, device)[0].view(torch.uint8))
@@ -312,6 +324,29 @@ def test_is_torch(kernel, device):
         assert_close(kernel.scaled_matmul(a, b.t(), scale_a, scale_b), theirs.double(), ulps=3)
 
 
+@pytest.mark.parametrize("tile", [(128, 256, 4), (256, 128, 4), (128, 128, 6), (128, 64, 6)])
+def test_hopper(family, internals, device, tile):
+    """The kernel for Hopper GPUs, with tails on every side and tiles that are walked: the formula, in the same bits."""
+    module, facts = internals("_scaled_matmul"), internals("_device").facts(device)
+    M, N, stages = tile
+    plan = module.Plan("sm90", M, N, 128, 4, stages, 2)
+    if not module.fits(plan, facts, E4M3, out_bytes=2, blocks=False):
+        pytest.skip("not that device, or a Triton that its Gluon was not tested with")
+    kinds = [("row", "row"), ("tensor", "tensor"), ("tensor", "row")]
+    if max(M, N) <= 128:
+        kinds = [*kinds[:2], ("block", "square"), ("block", "block"), ("square", "row")]
+    shapes = itertools.cycle([(1000, 1040, 1168), (65, 72, 16), (2300, 2056, 272)])
+    for (kind_a, kind_b), (m, n, k), out_dtype in zip(kinds, shapes, itertools.cycle((torch.bfloat16, torch.float16))):
+        types = (E5M2, E4M3) if kind_b == "square" else (E4M3, E4M3)  # few: each takes seconds to compile
+        a, b = operands(m, n, k, device, types)
+        scale_a, scale_b = scales(a, kind_a, device) / 8, scales(b, kind_b, device) / 8
+        bias = None if kind_a == "row" else tensor((n,), torch.float32, device, "columns_sliced")
+        two = [t.reshape(1, 1) if t.dim() == 0 else t for t in (scale_a, scale_b)]
+        runs = [module.scaled_matmul(a, b.t(), *two, bias, out_dtype, False, plan) for _ in range(20)]
+        hold(runs[0], product(family, a, b, scale_a, scale_b, bias, kind_a, kind_b), types)
+        assert all(torch.equal(r, runs[0]) for r in runs)
+
+
 # How the ops behave.
 
 
@@ -320,15 +355,22 @@ def test_plans(internals):
     module, device = internals("_scaled_matmul"), internals("_device").Device
     unknown = device(100, 16, 65536, "another", "gfx1103")
     h200 = device(132, 32, 232448, "NVIDIA H200", "sm90", True, True)
-    for M, N, K in itertools.product((1, 64, 65, 4096), (1, 4096), (1, 4096)):
-        for fast, blocks in itertools.product((False, True), (False, True)):
-            plan = module.find_plan(unknown, E4M3, E4M3, M, N, K, fast, blocks, False)
-            assert plan.kind == "pointer" and module.fits(plan, unknown, E4M3)
-            for describable in (False, True):
-                plan = module.find_plan(h200, E4M3, E4M3, M, N, K, fast, blocks, describable)
-                assert describable or plan.kind == "pointer"
+    for M, N, K in itertools.product((1, 64, 65, 4096), (16, 4096), (16, 4096)):
+        for fast, blocks, out_bytes in itertools.product((False, True), (False, True), (2, 4)):
+            sizes = (E4M3, E4M3, M, N, K, fast, blocks)
+            assert module.find_plan(unknown, *sizes, False, out_bytes).kind == "pointer"
+            for describable, gluon in itertools.product((False, True), (False, True)):
+                plan = module.find_plan(h200, *sizes, describable, out_bytes, gluon=gluon)
+                assert plan.kind == "pointer" if not describable else plan.kind != "vendor"
+                assert gluon or plan.kind != "sm90"
+                assert plan.kind != "sm90" or out_bytes == 2
                 assert not blocks or 128 % plan.BLOCK_K == 0
-            assert module.find_plan(h200, FP8[2], E4M3, M, N, K, fast, blocks, False).kind == "pointer"
+            plan = module.find_plan(h200, FP8[2], *sizes[1:], False, out_bytes)
+            assert plan.kind == "pointer" and module.fits(plan, h200, E4M3, out_bytes=out_bytes, blocks=blocks)
+    assert module.find_plan(h200, E4M3, E4M3, 1, 4096, 4096, False, False, True, vendor=True).kind == "vendor"
+    assert (
+        module.find_plan(h200, E4M3, E4M3, 4096, 4096, 4096, False, False, True, vendor=True, gluon=True).kind == "sm90"
+    )
 
 
 def test_native_types(internals):

@@ -1,4 +1,8 @@
-"""Kernels of products of float8 matrices, and their tile plans."""
+"""Kernels of products of float8 matrices, and their tile plans.
+
+One for any strides, one whose tiles are copied in bulk; for Hopper GPUs one more, in _scaled_matmul_sm90.py; and where
+that was measured to be faster, torch's own.
+"""
 
 from typing import NamedTuple
 
@@ -9,33 +13,45 @@ from ._device import facts, launch
 from ._fp8 import FORMATS, decode, multiplied_as
 from ._quantize import GROUP
 from ._tiles import tile_of
-from ._triton import TensorDescriptor, cdiv, round_to, tl, triton
+from ._triton import GLUON, TensorDescriptor, cdiv, round_to, tl, triton
 
 
 class Plan(NamedTuple):
-    """kind: "descriptor" (bulk copies of tiles, persistent programs) or "pointer" (any strides, a tile a program)."""
+    """kind: "pointer" (any strides, a tile a program); "descriptor" (bulk copies of tiles, programs that walk them);
+    "sm90" (as that, sums in float32); "vendor" (torch's own product)."""
 
     kind: str
-    BLOCK_M: int
-    BLOCK_N: int
-    BLOCK_K: int
-    num_warps: int
-    num_stages: int
+    BLOCK_M: int = 128
+    BLOCK_N: int = 128
+    BLOCK_K: int = 128
+    num_warps: int = 4
+    num_stages: int = 1
     GROUP_M: int = 8
     SUBTILES: int = 1  # parts of N that a tile of "descriptor" is stored in
-    FLATTEN: bool = True
+    FLATTEN: bool = True  # the next tile's operands are on their way while this one is stored
+    PER_SM: int = 1  # programs that share a multiprocessor
 
 
-def fits(plan, device, dtype, **sizes):
-    if plan.kind == "descriptor" and not device.descriptors:
-        return False
-    # Beside the stages: a tile that is decoded, or one that is stored, of at most 2 bytes an element.
-    stages = _tuning.shared_bytes(plan.BLOCK_M, plan.BLOCK_N, plan.BLOCK_K, plan.num_stages, 1)
-    if plan.kind == "descriptor":
-        beside = plan.BLOCK_M * plan.BLOCK_N // plan.SUBTILES * 2
+def fits(plan, device, dtype, *, out_bytes, blocks, vendor=False, gluon=GLUON, **sizes):
+    """out_bytes: of an element of the result. vendor: whether torch has such a product. gluon: whether Gluon serves."""
+    M, N, K = plan.BLOCK_M, plan.BLOCK_N, plan.BLOCK_K
+    stages = _tuning.shared_bytes(M, N, K, plan.num_stages, 1)
+    if plan.kind == "vendor":
+        return vendor
+    if plan.kind == "sm90":
+        parts = M // 128 * cdiv(N, 128)
+        beside = 128 * min(N, 128) * out_bytes
+        if not gluon or device.arch != "sm90" or out_bytes != 2 or (blocks and parts > 1):  # else it would spill
+            return False
+    elif plan.kind == "descriptor":
+        beside = M * N // plan.SUBTILES * out_bytes  # the tile that is stored
+        if not device.descriptors:
+            return False
     else:
-        beside = _tuning.shared_bytes(plan.BLOCK_M, plan.BLOCK_N, plan.BLOCK_K, 1, 2)
-    return stages + beside <= device.shared_memory and plan.num_warps <= device.max_warps
+        beside = _tuning.shared_bytes(M, N, K, 1, 2)  # the tiles that are decoded
+    return (
+        stages + beside + 512 * (plan.kind != "pointer") <= device.shared_memory and plan.num_warps <= device.max_warps
+    )
 
 
 @triton.jit
@@ -195,9 +211,9 @@ def _scaled_matmul_fwd_kernel_descriptor(
             )  # fmt: skip
 
 
-def _describable(t, size):
-    """Whether tiles of a (rows, columns) tensor can be copied in bulk. size: of an element."""
-    return t.stride(1) == 1 and t.stride(0) * size % 16 == 0 and t.data_ptr() % 16 == 0
+def _describable(t):
+    """Whether tiles of a matrix of bytes can be copied in bulk."""
+    return t.stride(1) == 1 and t.stride(0) % 16 == 0 and t.data_ptr() % 16 == 0
 
 
 def rows_of_block(scale, size):
@@ -215,31 +231,54 @@ def _strides(scale):
     return tuple(0 if n == 1 else s for n, s in zip(scale.shape, scale.stride()))
 
 
-def find_plan(device, a, b, M, N, K, fast, blocks, describable):
+def find_plan(device, a, b, M, N, K, fast, blocks, describable, out_bytes=2, vendor=False, gluon=GLUON):
     """The tile plan for operands of float8 types a and b."""
     return _tuning.find(
         "scaled_matmul", Plan, fits, device, a, M=M, N=N, K=K, fast=fast, blocks=blocks, describable=describable,
-        native=multiplied_as(a, b, device.arch) is None,
+        native=multiplied_as(a, b, device.arch) is None, tiles=cdiv(M, 128) * cdiv(N, 128), out_bytes=out_bytes,
+        vendor=vendor, gluon=gluon,
     )  # fmt: skip
+
+
+def _vendor_serves(a, b, scale_a, scale_b, bias, out_dtype):
+    """Whether torch has this product, of native types and one scale an operand."""
+    return (
+        hasattr(torch, "_scaled_mm")
+        and scale_a.numel() == scale_b.numel() == 1
+        and a.is_contiguous()
+        and b.t().is_contiguous()
+        and a.shape[1] % 16 == b.shape[1] % 16 == 0
+        and not a.dtype == b.dtype == torch.float8_e5m2
+        and (bias is None or (bias.dtype == out_dtype != torch.float32 and bias.is_contiguous()))
+    )
 
 
 def scaled_matmul(a, b, scale_a, scale_b, bias, out_dtype, fast_accum, plan=None):
     """The product from the kernels. scale_a: (M or fewer, blocks of K or 1); scale_b: the same of N."""
     (M, K), N = a.shape, b.shape[1]
-    out = torch.empty((M, N), dtype=out_dtype, device=a.device)
-    if not out.numel():
-        return out
     device = facts(a.device)
     A_ROWS, B_ROWS = rows_of_block(scale_a, M), rows_of_block(scale_b, N)
     AS = multiplied_as(a.dtype, b.dtype, device.arch)
-    describable = AS is None and K > 0 and all(
-        _describable(t, t.element_size()) for t in (a, b.t(), out)
-    )  # fmt: skip
-    plan = plan or find_plan(device, a.dtype, b.dtype, M, N, K, fast_accum, bool(A_ROWS or B_ROWS), describable)
+    if plan is None:
+        out_bytes, blocks = out_dtype.itemsize, bool(A_ROWS or B_ROWS)
+        describable = AS is None and K > 0 and N * out_bytes % 16 == 0 and _describable(a) and _describable(b.t())
+        vendor = describable and _vendor_serves(a, b, scale_a, scale_b, bias, out_dtype)
+        plan = find_plan(device, a.dtype, b.dtype, M, N, K, fast_accum, blocks, describable, out_bytes, vendor)
+    if plan.kind == "vendor":
+        scales = scale_a.reshape(()), scale_b.reshape(())
+        return torch._scaled_mm(a, b, *scales, bias, out_dtype=out_dtype, use_fast_accum=fast_accum)
+    out = torch.empty((M, N), dtype=out_dtype, device=a.device)
+    if not out.numel():
+        return out
     tiles_m, tiles_n = cdiv(M, plan.BLOCK_M), cdiv(N, plan.BLOCK_N)
     strides = (_strides(scale_a), _strides(scale_b), 0 if bias is None else bias.stride(0))
+    if plan.kind == "sm90":
+        from . import _scaled_matmul_sm90  # and with it Gluon
+
+        rows = A_ROWS, B_ROWS
+        return _scaled_matmul_sm90.scaled_matmul(a, b.t(), scale_a, scale_b, bias, out, rows, strides, plan)
     options = plan._asdict()
-    kind = options.pop("kind")
+    kind, per_sm = options.pop("kind"), options.pop("PER_SM")
     # Sums on the tensor cores of Hopper have fewer bits than float32: every 128 of K they move to one.
     IMPRECISE = min(GROUP, plan.BLOCK_K) if device.arch == "sm90" and AS is None and not fast_accum else 0
     if kind == "descriptor":
@@ -250,7 +289,7 @@ def scaled_matmul(a, b, scale_a, scale_b, bias, out_dtype, fast_accum, plan=None
             TensorDescriptor.from_tensor(out, [plan.BLOCK_M, plan.BLOCK_N // plan.SUBTILES]),
             M, N, K, tiles_m, tiles_n, *strides,
         )  # fmt: skip
-        programs = min(tiles_m * tiles_n, device.multiprocessors)
+        programs = min(tiles_m * tiles_n, device.multiprocessors * per_sm)
         launch(
             _scaled_matmul_fwd_kernel_descriptor, (programs,), a.device, args,
             IMPRECISE=IMPRECISE, A_ROWS=A_ROWS, B_ROWS=B_ROWS, **options,
