@@ -20,6 +20,7 @@ from ._activation_math import ACTIVATIONS, FORMULAS
 from ._dispatch import differentiable, use_kernel
 from ._matmul import Product, product
 from ._ops import add_op_namespace_prefix
+from ._replay import replayed
 from ._rows import compute_dtype
 from .activations import _activation_bwd
 from .epilogues import _bias_act_bwd
@@ -238,6 +239,7 @@ _gated_linear = differentiable(
 )
 
 
+@replayed
 def matmul(
     a: Tensor,
     b: Tensor,
@@ -303,6 +305,7 @@ def matmul(
     return y.reshape(shape) if vectors else y
 
 
+@replayed
 def linear(
     x: Tensor,
     weight: Tensor,
@@ -336,6 +339,7 @@ def linear(
     return y if x.dim() > 1 else y.squeeze(0)
 
 
+@replayed
 def gated_linear(
     x: Tensor,
     weight_gate: Tensor,
