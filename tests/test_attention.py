@@ -48,9 +48,11 @@ def hold(family):
             cpu = function is family.flash_attn_func_reference
             return {n: o.cpu() if cpu and isinstance(o, torch.Tensor) else o for n, o in options.items()}
 
+        # A gradient of a score is a difference of two numbers of the order of v, of which float32 keeps so much.
+        slack = 4 * torch.finfo(q.dtype).eps if q.dtype == torch.float32 else 0.0
         results = check(
             run(family.flash_attn_func), run(family.flash_attn_func_reference), q, k, v, s_aux, dim=None, grads=grads,
-            ulps=ULPS[q.dtype],
+            ulps=ULPS[q.dtype], slack=slack,
         )  # fmt: skip
         assert results[0].is_contiguous() and results[0].dtype == q.dtype
         return results
@@ -403,7 +405,7 @@ def test_plans_fit(internals):
     for device, itemsize, D, extras in itertools.product(devices, (2, 4), (16, 64, 128, 256), ("", "more", "mask")):
         plan = fwd.plan_forward(4096, D, itemsize, True, device, extras=extras)
         assert (plan.BLOCK_M + plan.BLOCK_N) * D * itemsize <= device.shared_memory
-        for p in bwd.plan_backward(4096, 4096, D, itemsize, extras, True, device):
+        for p in bwd.plan_backward(4096, 4096, D, itemsize, extras, True, device) or ():
             assert (p.BLOCK_M + p.BLOCK_N) * D * itemsize <= device.shared_memory
         assert fwd.plan_forward(1, D, itemsize, False, device, extras=extras).BLOCK_M == 16
         assert all(p.num_warps <= device.max_warps for p in (plan, p))
