@@ -43,11 +43,12 @@ from ._triton import cdiv, next_power_of_2, round_to, tl, triton
 
 
 def plan_backward(rows_q, rows_k, block_d, itemsize, extras, descriptors, device):
-    """(plan of the queries' kernel, plan of the keys' kernel); the arguments as of `plan_forward`.
+    """(plan of the queries' kernel, plan of the keys' kernel), or None where no tiles fit the device.
 
-    Each holds twice BLOCK of its own rows, and walks twice BLOCK of the others.
+    The arguments are as of `plan_forward`. Each holds twice BLOCK of its own rows, and walks twice BLOCK of the others.
     """
     kind = "descriptor" if descriptors and device.descriptors and itemsize == 2 else "pointer"
+    itemsize = 4 if device.arch.startswith("sm7") else itemsize  # of which Triton uses no tensor cores
     plans = []
     if itemsize == 2:
         if block_d <= 128 and not extras:
@@ -56,9 +57,11 @@ def plan_backward(rows_q, rows_k, block_d, itemsize, extras, descriptors, device
         plans += [(Plan("pointer", 64, 32, stages, 8), Plan("pointer", 32, 64, stages, 8)) for stages in (2, 1)]
     plans += [(Plan("pointer", 32, 32, 1, 8),) * 2, (Plan("pointer", 16, 16, 1, 4),) * 2]  # untuned
     for queries, keys in plans:
-        held = queries.BLOCK_M + queries.STAGES * queries.BLOCK_N, keys.BLOCK_N + keys.STAGES * keys.BLOCK_M
-        if 2 * max(held) * block_d * itemsize <= device.shared_memory:
+        held = max(queries.BLOCK_M + queries.STAGES * queries.BLOCK_N, keys.BLOCK_N + keys.STAGES * keys.BLOCK_M)
+        if 2 * held * block_d * itemsize + queries.BLOCK_M * queries.BLOCK_N * 4 <= device.shared_memory:
             break
+    else:
+        return None
     most_q, most_k = (max(next_power_of_2(rows), 16) for rows in (rows_q, rows_k))
     return (
         queries._replace(BLOCK_M=min(queries.BLOCK_M, most_q)),
@@ -134,8 +137,8 @@ def _attention_bwd_kernel_queries(
     o_tile = load_tile(o, o_strides, b, h, first_q, n_q, Sq, None, 1, DV, True, False, False, BLOCK_M, BLOCK_DV)
     delta = tl.sum(o_tile.to(tl.float32) * do_tile.to(tl.float32), axis=1)
     if dlse_ptr is not None:
-        at = dlse_ptr + b64 * dlse_strides[0] + h64 * dlse_strides[1] + (first_q + i) * dlse_strides[2]
-        delta -= tl.load(at, mask=i < Sq, other=0.0)
+        row = dlse_ptr + b64 * dlse_strides[0] + h64 * dlse_strides[1] + (first_q + i) * dlse_strides[2]
+        delta -= tl.load(row, mask=i < Sq, other=0.0)
     tl.store(delta_ptr + rows + i, delta, mask=i < Sq)
     q_tile = load_tile(q, q_strides, b, h, first_q, n_q, Sq, None, 1, D, True, False, False, BLOCK_M, BLOCK_D)
     dq = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
@@ -163,9 +166,9 @@ def _attention_bwd_kernel_queries(
             if part != 1:
                 ds = tl.where(seen(i[:, None], j[None, :], Sk, offset, left, right), ds, 0.0)
             if dm_ptr is not None:
-                at = dm_ptr + i.to(tl.int64)[:, None] * dm_strides[2] + j.to(tl.int64)[None, :] * dm_strides[3]
+                dm_at = dm_ptr + i.to(tl.int64)[:, None] * dm_strides[2] + j.to(tl.int64)[None, :] * dm_strides[3]
                 inside = (i < Sq)[:, None] & (j < Sk)[None, :]
-                tl.store(at, round_to(ds, dm_ptr.dtype.element_ty), mask=inside)
+                tl.store(dm_at, round_to(ds, dm_ptr.dtype.element_ty), mask=inside)
             if softcap is not None:
                 ds *= gain
             dq = dot(round_to(ds, k_tile.dtype), k_tile, dq, PRECISION)
@@ -288,23 +291,27 @@ def attention_bwd(
     need_dmask: bool, need_dsinks: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of q, k, v, of an added mask and of the sinks. One not needed is empty."""
-    if not on_kernels(q, v):
+    packed, device = cu_q is not None, facts(q.device)
+    folded = fold(scale, softcap, alibi, mask)
+    extras = "mask" if mask is not None else "" if folded and seed is None else "more"
+    found = None
+    if on_kernels(q, v):
+        q, k, v, dout = (unit_last_stride(t) for t in (q, k, v, dout))
+        found = _plans(q, k, v, dout, max_q, max_k, packed, extras, device)
+    if found is None:
         return backward_in_chunks(
             q, k, v, dout, dlse, out, lse, cu_q, cu_k, mask, alibi, sinks, seed,
             max_q, max_k, scale, left, right, top_left, softcap, dropout_p, need_dmask, need_dsinks,
         )  # fmt: skip
-    packed, device = cu_q is not None, facts(q.device)
+    queries, keys, operands = found
     new = torch.zeros if packed else torch.empty  # rows of no sequence get no gradient
     dq, dk, dv = (new(t.shape, dtype=t.dtype, device=t.device) for t in (q, k, v))
     dmask = q.new_zeros(mask.shape, dtype=mask.dtype) if need_dmask else q.new_empty(0)
     delta = new(lse.shape, dtype=lse.dtype, device=lse.device)
-    q, k, v, dout = (unit_last_stride(t) for t in (q, k, v, dout))
     B = cu_q.shape[0] - 1 if packed else q.shape[0]
     H, Hk, D, DV = q.shape[-2], k.shape[-2], q.shape[-1], v.shape[-1]
     block_d, block_dv = (max(next_power_of_2(d), 16) for d in (D, DV))
-    folded, itemsize = fold(scale, softcap, alibi, mask), q.element_size()
-    extras = "mask" if mask is not None else "" if folded and seed is None else "more"
-    queries, keys, operands = _plans(q, k, v, dout, max_q, max_k, packed, extras, device)
+    itemsize = q.element_size()
     scalars = (*options(scale, softcap, left, right, seed, dropout_p), keep_scale(dropout_p))
     constants = {
         "D": D, "DV": DV, "BLOCK_D": block_d, "BLOCK_DV": block_dv, "FOLD": folded, "TOP_LEFT": top_left,
@@ -347,7 +354,10 @@ def _plans(q, k, v, dout, max_q, max_k, packed, extras, device):
     """(plan of the queries' kernel, plan of the keys', (k and v for the first, q and dout for the other))."""
     D, DV = (max(next_power_of_2(t.shape[-1]), 16) for t in (q, v))
     for descriptors in (device.descriptors and q.numel() > 0 and k.numel() > 0, False):
-        queries, keys = plan_backward(max_q, max_k, max(D, DV), q.element_size(), extras, descriptors, device)
+        plans = plan_backward(max_q, max_k, max(D, DV), q.element_size(), extras, descriptors, device)
+        if plans is None:
+            return None
+        queries, keys = plans
         operands = ((k, v), (q, dout))
         if queries.kind == "pointer":
             break

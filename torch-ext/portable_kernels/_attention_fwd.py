@@ -62,6 +62,7 @@ def plan_forward(rows, block_d, itemsize, descriptors, device, plain=False, few=
     if bulk and plain and GLUON and device.arch == "sm90" and block_d in (64, 128):
         return Plan("sm90", 128, 128, 2, 8)  # likewise
     kind = "descriptor" if bulk else "pointer"
+    itemsize = 4 if device.arch.startswith("sm7") else itemsize  # of which Triton uses no tensor cores
     plans = []
     if itemsize == 2:
         if extras == "mask" and block_d > 64:  # its addresses take the registers of half the rows
