@@ -536,6 +536,23 @@ def test_derivatives(family, device):
     assert torch.autograd.gradgradcheck(family.matmul, (w.unsqueeze(1), u.mT))
 
 
+def test_penalty_on_the_gradient(family, device):
+    """A loss of both the result and its gradient: the saved products have a gradient of their own."""
+    x, w, u = (tensor(s, torch.float64, device).requires_grad_() for s in ((2, 3), (2, 3), (2, 3)))
+
+    def penalised(y):
+        (dx,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+        return torch.autograd.grad(y.pow(2).sum() + dx.pow(2).sum(), (x, w))
+
+    pairs = [
+        (family.linear(x, w, activation="gelu"), F.gelu(F.linear(x, w))),
+        (family.gated_linear(x, w, u), F.silu(F.linear(x, w)) * F.linear(x, u)),
+    ]
+    for ours, torchs in pairs:
+        for mine, theirs in zip(penalised(ours), penalised(torchs)):
+            assert_close(mine, theirs, dim=None)
+
+
 def test_transforms(family, device):
     x, w, b, u = (tensor(s, torch.float64, device) for s in ((2, 3, 4), (5, 4), (5,), (5, 4)))
 

@@ -140,7 +140,8 @@ def main():
 
     def plans(shape):
         M, N, K = shape
-        ask = dict(M=M, N=N, K=K, aligned=K % 8 == 0, gated=gated, out_bytes=dtype.itemsize, vendor=False)
+        ask = dict(matmul.sizes(facts, M, N, K, 1, gated), aligned=K % 8 == 0, pads=True, vendor=False)
+        ask.update(out_bytes=dtype.itemsize, turned=True)
         found = [
             plan for plan in candidates(matmul.Plan, M, N, K, gated, facts.multiprocessors)
             if matmul.fits(plan, facts, dtype, **ask)

@@ -274,8 +274,8 @@ def matmul(
         activation or precision.
     Numerics: products are summed in float32 (float64 for float64); bias, activation and residual follow unrounded, and
         the result is rounded once. Deterministic. On a CPU, a @ b is torch's, and is rounded first. Autocast: a, b and
-        bias are cast, as by torch.matmul. Batches of three or more dimensions that do not lie evenly are copied, as
-        torch does.
+        bias are cast, as by torch.matmul. Copied are batches of three or more dimensions that do not lie evenly, as by
+        torch, and on NVIDIA GPUs since Hopper large 16-bit operands whose rows do not start at multiples of 16 bytes.
     Autograd: any derivative, vmap; forward mode raises. Where an activation is differentiated, a @ b is kept in a's
         dtype.
     """
