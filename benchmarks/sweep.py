@@ -247,7 +247,7 @@ def main():
     import triton
 
     kernel, began = load(options.variant), time.perf_counter()
-    selected = {op: w for op, w in WORKLOADS.items() if not options.ops or op in options.ops}
+    selected = {op: WORKLOADS[op] for op in options.ops or WORKLOADS}
     if options.jobs:
         compile_all(selected, kernel, options.directions, options.jobs)
         print(f"compiled in {time.perf_counter() - began:.0f} s", flush=True)
