@@ -53,7 +53,7 @@ def measured(sweep, flops):
         lines.append("| " + " | ".join(cells) + " |")
     header = ["op", "case", "direction", "this package", *([] if flops else ["of a copy"]), "torch", *others]
     slower = sum(r < 0.97 for r in ratios)
-    said = f"{len(ratios)} cases; {slower} more than 3% slower than the fastest other way, marked by their ratio."
+    said = f"{len(ratios)} cases; {slower} more than 3% slower than the fastest other way, as the ratio shows."
     return said + "\n\n" + table([*header, "ratio to the fastest"], lines)
 
 
@@ -73,6 +73,18 @@ def memory(found):
     return table(["shape", "reduction", "way", "ms", "peak MiB"], lines)
 
 
+def plans():
+    """What each plan of products had of the speed of torch's own, where it was measured, from the plans themselves."""
+    lines = []
+    for path in sorted((ROOT / "torch-ext" / "portable_kernels" / "configs").glob("*.json")):
+        for row in json.loads(path.read_text()):
+            measured = row.get("measured", {})
+            kind = row["plan"]["kind"]
+            for case, ratio in measured.get("of_torch", {}).items():
+                lines.append(f"| `{path.stem}` | {case} | {kind} | {ratio:.2f} | {measured['on']} |")
+    return table(["op", "M x N x K", "kind of plan", "speed, of torch's", "on"], lines)
+
+
 def of(record):
     return (
         f"One {record['device']}, torch {record['torch']}, Triton {record['triton']}, {record['date']}, "
@@ -83,12 +95,19 @@ def of(record):
 def page():
     sweep, found = load("sweep"), load("memory")
     ceiling = sweep["ceilings"]
+    arithmetic = ""
+    if any("tflops" in row for row in sweep["rows"]):
+        arithmetic = f"""## What arithmetic bounds, in TFLOP/s
+
+{measured(sweep, True)}
+
+"""
     return f"""# Performance
 
 Written by `python benchmarks/report.py` from `benchmarks/results/`; measured by `python benchmarks/sweep.py`, whose
 docstring says how. {of(sweep)}, bfloat16.
 A device copy of 2^27 elements runs at {ceiling["copy_gbps"]:.0f} GB/s, and a product of 4096 x 4096 matrices by the
-vendor's library at {ceiling["matmul_tflops"]:.0f} TFLOP/s.
+vendor's library at {ceiling["matmul_tflops"]:.0f} TFLOP/s. {sweep.get("note", "")}
 
 ## What memory bounds, in GB/s
 
@@ -96,9 +115,12 @@ Bytes that must be read and written, over the time on the device.
 
 {measured(sweep, False)}
 
-## What arithmetic bounds, in TFLOP/s
+{arithmetic}## Plans of products
 
-{measured(sweep, True)}
+While plans were searched for, each beside torch's own product (cuBLAS) in turns; from `configs/`. The kind `vendor`
+hands the product to torch: its number is what the fastest kernel of this package had.
+
+{plans()}
 
 ## The host's share of a call, in microseconds
 

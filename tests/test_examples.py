@@ -87,3 +87,11 @@ def test_minilm(tmp_path):
         assert row[i] == 1
         assert max(range(len(row)), key=lambda j: row[j] if j != i else -1) == i ^ 1  # its paraphrase
     assert "The two agree within 1e-05." in output
+
+
+def test_performance_page_is_what_was_measured():
+    """docs/performance.md, written anew from benchmarks/results/."""
+    spec = importlib.util.spec_from_file_location("report", EXAMPLES.parent / "benchmarks" / "report.py")
+    report = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(report)
+    assert (EXAMPLES.parent / "docs" / "performance.md").read_text() == report.page(), "run python benchmarks/report.py"
