@@ -1,6 +1,8 @@
 """Layers as `kernelize` uses them: bound to torch's and transformers' modules, in every mode."""
 
 import ast
+import functools
+import importlib
 import inspect
 import os
 from pathlib import Path
@@ -13,6 +15,7 @@ from kernels import LayerRepository, Mode, kernelize, replace_kernel_forward_fro
 from torch import nn
 
 transformers = pytest.importorskip("transformers")
+ACT2FN = importlib.import_module("transformers.activations").ACT2FN
 
 MODES = (Mode.INFERENCE, Mode.TRAINING, Mode.INFERENCE | Mode.TORCH_COMPILE, Mode.TRAINING | Mode.TORCH_COMPILE)
 
@@ -78,6 +81,18 @@ class Gated(nn.Module):
         return self.act(gate) * up
 
 
+class MLP(nn.Module):
+    """By the names that transformers uses."""
+
+    def __init__(self, act_fn):
+        super().__init__()
+        self.gate_proj, self.up_proj = nn.Linear(24, 40, bias=False), nn.Linear(24, 40)
+        self.down_proj, self.act_fn = nn.Linear(40, 24), act_fn
+
+    def forward(self, x):
+        return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
+
+
 class SiluAndMul(Gated):
     pass
 
@@ -89,6 +104,12 @@ class GeluAndMul(Gated):
 class GeluTanhAndMul(Gated):
     pass
 
+
+def gated_by(name):
+    return MLP(ACT2FN[name])
+
+
+GELUS = ("gelu", "gelu_new", "gelu_fast", "gelu_accurate", "gelu_pytorch_tanh", "gelu_python", "gelu_python_tanh")
 
 # Layer name -> a module that it replaces.
 CASES = {
@@ -111,7 +132,16 @@ CASES = {
     "SiLU": [lambda: nn.SiLU()],
     "GeLU": [lambda: nn.GELU()],
     "GeluTanh": [lambda: nn.GELU(approximate="tanh")],
+    "NewGELU": [lambda: ACT2FN["gelu_new"]],
+    "FastGELU": [lambda: ACT2FN["gelu_fast"]],
     "QuickGELU": [lambda: QuickGELUActivation()],
+    "SwiGLUMLP": [lambda: MLP(ACT2FN["silu"]), lambda: MLP(nn.SiLU()), lambda: MLP(nn.functional.silu)],
+    "GeGLUMLP": [
+        lambda: MLP(nn.GELU("tanh")),
+        lambda: MLP(nn.functional.gelu),
+        *(functools.partial(gated_by, n) for n in GELUS),
+    ],
+    "Linear": [lambda: nn.Linear(24, 7), lambda: nn.Linear(24, 7, bias=False)],
     "SiluAndMul": [lambda: SiluAndMul(nn.functional.silu)],
     "GeluAndMul": [lambda: GeluAndMul(nn.functional.gelu)],
     "GeluTanhAndMul": [lambda: GeluTanhAndMul(lambda g: nn.functional.gelu(g, approximate="tanh"))],
@@ -128,7 +158,10 @@ def kernelized(module, layer, mode, device, monkeypatch):
     repo = LayerRepository(repo_id, layer_name=layer, revision="main")  # online: version=1
     kind = "rocm" if torch.version.hip else device.type
     with use_kernel_mapping({layer: {kind: repo}}, inherit_mapping=False):
-        return kernelize(module, mode=mode, device=kind, use_fallback=False)
+        # Falls back for the activation modules inside an MLP, which carry layer names of their own.
+        module = kernelize(module, mode=mode, device=kind, use_fallback=True)
+    assert module.forward.__func__ is not cls.forward
+    return module
 
 
 def is_ours(module, kernel):
@@ -165,6 +198,7 @@ def test_kernelize(kernel, device, monkeypatch, layer, mode):
 def test_every_layer_has_a_case(kernel):
     layers = {n for n, v in vars(kernel.layers).items() if isinstance(v, type) and issubclass(v, nn.Module)}
     elsewhere = {"apply_rotary_transformers", "RMSNormGated", "TorchRMSNorm", "Dropout"}
+    elsewhere |= {"SoftmaxTopKRouter", "ForCausalLMLoss"}
     assert layers == {*CASES, *DIFFUSERS, *elsewhere}
 
 
@@ -262,6 +296,103 @@ def test_casting_by_class(kernel, device, monkeypatch):
         after = kernelized(module, "RMSNorm", Mode.INFERENCE, device, monkeypatch)(x)
         assert (before == after).float().mean() >= 0.995
         monkeypatch.undo()
+
+
+def test_mlps_call_what_they_find(kernel, device):
+    """Projections that are more than their weights, and activations that are none of these."""
+
+    class Adapted(nn.Module):
+        def __init__(self, base):
+            super().__init__()
+            self.base, self.down, self.up = base, nn.Linear(24, 2, bias=False), nn.Linear(2, 40, bias=False)
+
+        def forward(self, x):
+            return self.base(x) + self.up(self.down(x))
+
+    for layer, act_fn in ((kernel.layers.SwiGLUMLP, nn.SiLU()), (kernel.layers.GeGLUMLP, nn.GELU())):
+        module = MLP(act_fn)
+        module.gate_proj = Adapted(module.gate_proj)
+        module, x = module.to(device), tensor((3, 24), device=device)
+        assert_close(layer.forward(module, x), module(x).double(), ulps=32)
+        traced = torch.compile(lambda m, x, layer=layer: layer.forward(m, x), fullgraph=True, backend="eager")
+        assert torch.equal(traced(module, x), layer.forward(module, x))
+    for layer, act_fn in (
+        ("SwiGLUMLP", "gelu"),
+        ("SwiGLUMLP", "relu"),
+        ("GeGLUMLP", "silu"),
+        ("GeGLUMLP", "quick_gelu"),
+    ):
+        with pytest.raises(TypeError, match=f"{layer}: act_fn must be .*, got {type(ACT2FN[act_fn]).__name__}"):
+            getattr(kernel.layers, layer).forward(MLP(ACT2FN[act_fn]), x)
+
+
+def test_router(kernel, device, monkeypatch):
+    """Of Qwen3.5: the same experts, and logits bit for bit."""
+    models = importlib.import_module("transformers.models.qwen3_5_moe.modeling_qwen3_5_moe")
+    config = importlib.import_module("types").SimpleNamespace(num_experts_per_tok=3, num_experts=9, hidden_size=24)
+    for dtype in (torch.float32, torch.bfloat16):
+        router = models.Qwen3_5MoeTopKRouter(config).to(device, dtype)
+        router.weight.data.copy_(tensor((9, 24), dtype, device))
+        x = tensor((2, 5, 24), dtype, device)
+        logits, weights, experts = router(x)
+        router = kernelized(router, "SoftmaxTopKRouter", Mode.TRAINING, device, monkeypatch)
+        assert is_ours(router, kernel)
+        ours = router(hidden_states=x)
+        assert torch.equal(ours[0], logits) and torch.equal(ours[2], experts) and ours[1].dtype == weights.dtype
+        assert_close(ours[1], weights.double(), ulps=8)
+        monkeypatch.undo()
+    router.e_score_correction_bias = None
+    with pytest.raises(TypeError, match="router must be a softmax"):
+        kernel.layers.SoftmaxTopKRouter.forward(router, x)
+
+
+@pytest.mark.parametrize("items", [None, 7, torch.tensor(7)], ids=("mean", "int", "tensor"))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_causal_loss(kernel, device, dtype, items):
+    """transformers' own, from logits and from hidden states; labels shifted here or by the caller."""
+    expected_of = importlib.import_module("transformers.loss.loss_utils").ForCausalLMLoss
+    hidden, head = tensor((2, 6, 16), dtype, device), tensor((40, 16), dtype, device)
+    hidden, head = hidden.requires_grad_(), head.requires_grad_()
+    labels = torch.randint(40, (2, 6))
+    labels[0, :3] = -100
+    shifted = nn.functional.pad(labels, (0, 1), value=-100)[..., 1:].contiguous()
+    loss_of = functools.partial(kernel.layers.ForCausalLMLoss.forward, nn.Module())
+    for softcap in (None, 5.0):
+        logits = hidden @ head.T
+        if softcap:
+            logits = torch.tanh(logits.float() / softcap) * softcap
+        expected = expected_of(logits, labels, 40, items)
+        gradients = torch.autograd.grad(expected, (hidden, head))
+        for given in ({"labels": labels}, {"labels": None, "shift_labels": shifted}):
+            fused = {"hidden_states": hidden, "lm_head_weight": head, "final_logit_softcapping": softcap}
+            for more in (fused, {"logits": hidden @ head.T}):
+                if softcap and more is not fused:
+                    continue  # who gives logits has capped them
+                loss = loss_of(**{"logits": None, "vocab_size": 40, "num_items_in_batch": items, **given, **more})
+                assert loss.dtype == expected.dtype
+                assert_close(loss, expected.double(), dim=None, ulps=32)
+                for a, b in zip(torch.autograd.grad(loss, (hidden, head)), gradients):
+                    assert_close(a, b.double(), dim=None, ulps=8 if dtype == torch.bfloat16 else 64)  # torch's on ours
+
+
+def test_derived_classes_keep_their_rounding(kernel):
+    """FSDP puts a class of its own, of another name, in the place of each module's."""
+    module = Olmo2RMSNorm(24).to(torch.bfloat16)
+    x = tensor((32, 24), torch.bfloat16)
+    before = kernel.layers.RMSNorm.forward(module, x)
+    module.__class__ = type("FSDPOlmo2RMSNorm", (Olmo2RMSNorm,), {})
+    assert torch.equal(kernel.layers.RMSNorm.forward(module, x), before)
+
+
+def test_rotary_keeps_dtypes(kernel, device):
+    """OLMo 2's tables are float32, whatever its states are."""
+    q, k = tensor((2, 4, 5, 8), torch.bfloat16, device), tensor((2, 2, 5, 8), torch.bfloat16, device)
+    angles = torch.rand(2, 5, 4, device=device).repeat(1, 1, 2) * 6
+    function = importlib.import_module("transformers.models.olmo2.modeling_olmo2").apply_rotary_pos_emb
+    expected = function(q, k, angles.cos(), angles.sin())
+    found = kernel.layers.apply_rotary_transformers.forward(None, q, k, angles.cos(), angles.sin())
+    for a, b in zip(found, expected):
+        assert a.dtype == b.dtype and torch.equal(a, b)
 
 
 def transformers_norms(layer="RMSNorm"):

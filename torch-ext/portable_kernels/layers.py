@@ -8,14 +8,18 @@ import torch
 from torch import nn
 
 from .activations import gelu, quick_gelu, silu
+from .cross_entropy import cross_entropy
 from .dropout import dropout
-from .gated import gelu_and_mul, gelu_tanh_and_mul, mul_and_gelu, mul_and_silu, silu_and_mul
+from .gated import geglu, gelu_and_mul, gelu_tanh_and_mul, mul_and_gelu, mul_and_silu, silu_and_mul, swiglu
 from .gated_norm import rms_norm_gated
 from .group_norm import group_norm
 from .layer_norm import layer_norm
+from .linear_cross_entropy import linear_cross_entropy
+from .matmul import linear
 from .rms_norm import rms_norm
 from .rotary import apply_rotary_pos_emb
 from .softmax import softmax
+from .topk_softmax import topk_softmax
 
 # Classes of transformers that multiply by the weight in float32 and round once. The others that go by the name
 # "RMSNorm" there round to the input's dtype first. tests/test_layers.py holds the table against their sources.
@@ -40,14 +44,43 @@ _ROUND_AFTER_WEIGHT = frozenset(
 # The same of the classes that go by "RMSNormGated": these multiply by the weight in float32.
 _GATED_ROUND_ONCE = frozenset({"BailingHybridRMSNormGated", "Glm5NextTextRMSNormGated", "KimiLinearRMSNormGated"})
 
+# The form of gelu that an activation module computes, by its class.
+_GELU_FORMS = {
+    "GELUActivation": "none",
+    "GELUTanh": "tanh",
+    "NewGELUActivation": "tanh",
+    "FastGELUActivation": "tanh",
+    "AccurateGELUActivation": "tanh",
+}
+
+
+def _named(cls, names):
+    """Whether a class or one that it derives from is in the table: FSDP derives a class of its own from each."""
+    return any(c.__name__ in names for c in cls.__mro__)
+
 
 def _gated_casting(cls):
-    return "after_weight" if cls.__name__ in _GATED_ROUND_ONCE else "before_weight"
+    return "after_weight" if _named(cls, _GATED_ROUND_ONCE) else "before_weight"
 
 
 def _casting(cls):
-    after = cls.__name__ in _ROUND_AFTER_WEIGHT or issubclass(cls, nn.RMSNorm)
+    after = _named(cls, _ROUND_AFTER_WEIGHT) or issubclass(cls, nn.RMSNorm)
     return "after_weight" if after else "before_weight"
+
+
+def _is_silu(act_fn):
+    return act_fn is nn.functional.silu or type(act_fn).__name__ in ("SiLUActivation", "SiLU")
+
+
+def _gelu_form(act_fn):
+    """ "none" or "tanh"; None where it is no gelu."""
+    if act_fn is nn.functional.gelu:
+        return "none"
+    return act_fn.approximate if isinstance(act_fn, nn.GELU) else _GELU_FORMS.get(type(act_fn).__name__)
+
+
+def _name(act_fn):
+    return getattr(act_fn, "__name__", type(act_fn).__name__)
 
 
 def _over_shape(norm, x, shape, eps):
@@ -230,6 +263,26 @@ class QuickGELU(nn.Module):
         return quick_gelu(input)
 
 
+class NewGELU(nn.Module):
+    """transformers' NewGELUActivation: the tanh form, rounded once."""
+
+    has_backward = True
+    can_torch_compile = True
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return gelu(input, approximate="tanh")
+
+
+class FastGELU(nn.Module):
+    """transformers' FastGELUActivation: the tanh form, rounded once."""
+
+    has_backward = True
+    can_torch_compile = True
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return gelu(input, approximate="tanh")
+
+
 class SiluAndMul(nn.Module):
     """(..., 2N) -> (..., N): silu of the first half times the second."""
 
@@ -260,11 +313,103 @@ class GeluTanhAndMul(nn.Module):
         return gelu_tanh_and_mul(x)
 
 
+class SwiGLUMLP(nn.Module):
+    """down_proj(silu(gate_proj(x)) * up_proj(x)); the projections are called, whatever they are, and act_fn is silu."""
+
+    has_backward = True
+    can_torch_compile = True
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not _is_silu(self.act_fn):
+            raise TypeError(f"SwiGLUMLP: act_fn must be silu, got {_name(self.act_fn)}")
+        return self.down_proj(swiglu(self.gate_proj(x), self.up_proj(x)))
+
+
+class GeGLUMLP(nn.Module):
+    """down_proj(gelu(gate_proj(x)) * up_proj(x)), with the form of gelu that act_fn is."""
+
+    has_backward = True
+    can_torch_compile = True
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        form = _gelu_form(self.act_fn)
+        if form is None:
+            raise TypeError(f"GeGLUMLP: act_fn must be gelu, got {_name(self.act_fn)}")
+        return self.down_proj(geglu(self.gate_proj(x), self.up_proj(x), form))
+
+
+class Linear(nn.Module):
+    """torch.nn.Linear."""
+
+    has_backward = True
+    can_torch_compile = True
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return linear(input, self.weight, self.bias)
+
+
+class SoftmaxTopKRouter(nn.Module):
+    """transformers' routers of that name: (logits, weights that sum to 1, experts). The logits are PyTorch's own."""
+
+    has_backward = True
+    can_torch_compile = True
+
+    def forward(self, hidden_states: torch.Tensor):
+        if hasattr(self, "e_score_correction_bias"):  # Laguna's goes by the same name
+            raise TypeError("SoftmaxTopKRouter: the router must be a softmax, got one with e_score_correction_bias")
+        logits = nn.functional.linear(hidden_states.reshape(-1, self.hidden_dim), self.weight)
+        return logits, *topk_softmax(logits, self.top_k, renormalize=True)
+
+
+class ForCausalLMLoss(nn.Module):
+    """transformers' ForCausalLMLoss; with hidden_states and lm_head_weight the logits are not read, and never whole."""
+
+    has_backward = True
+    can_torch_compile = True
+
+    def forward(
+        self,
+        logits,
+        labels,
+        vocab_size,
+        num_items_in_batch=None,
+        ignore_index=-100,
+        shift_labels=None,
+        hidden_states=None,
+        lm_head_weight=None,
+        lm_head_bias=None,
+        **kwargs,
+    ):
+        if shift_labels is None:
+            shift_labels = nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
+        reduction = "mean" if num_items_in_batch is None else "sum"
+        if hidden_states is None:
+            logits = logits.view(-1, vocab_size)
+            loss = cross_entropy(logits, shift_labels.reshape(-1).to(logits.device), None, ignore_index, reduction)
+        else:
+            loss = linear_cross_entropy(
+                hidden_states.flatten(0, -2),
+                lm_head_weight,
+                shift_labels.reshape(-1).to(hidden_states.device),
+                linear_bias=lm_head_bias,
+                ignore_index=ignore_index,
+                reduction=reduction,
+                softcap=kwargs.get("final_logit_softcapping"),
+            )
+        if torch.is_tensor(num_items_in_batch):  # on another device where each of several models has a part
+            num_items_in_batch = num_items_in_batch.to(loss.device)
+        return loss if reduction == "mean" else loss / num_items_in_batch
+
+
 class apply_rotary_transformers(nn.Module):
-    """transformers' apply_rotary_pos_emb, under the layer name "rotary_pos_emb"; partial where cos is narrower."""
+    """transformers' apply_rotary_pos_emb, under the layer name "rotary_pos_emb"; partial where cos is narrower.
+
+    The results have the dtypes of q and k: OLMo 2 rotates by float32 tables and rounds.
+    """
 
     has_backward = True
     can_torch_compile = True
 
     def forward(self, q, k, cos, sin, unsqueeze_dim=1):
-        return apply_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim)
+        q_rotated, k_rotated = apply_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim)
+        return q_rotated.to(q.dtype), k_rotated.to(k.dtype)
