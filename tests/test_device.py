@@ -93,3 +93,25 @@ def test_sizes_that_never_repeat_do_not_pile_up(launch, internals):
     for N in range(5000):
         launch(kernel, x, N=N)
     assert len(internals("_device")._compiled) <= 4096
+
+
+def test_precision_of_float32_by_every_setting(kernel, internals, device):
+    """torch has an old way and a new one to set it, and its own reader of the old way raises after the new one."""
+    precision = internals("_device").float32_precision
+    x = torch.randn(8, 8, device=device)
+    matmul = torch.backends.cuda.matmul
+    old = torch.get_float32_matmul_precision()
+    try:
+        for name, expected in (("high", "tf32"), ("medium", "tf32"), ("highest", "ieee")):
+            torch.set_float32_matmul_precision(name)
+            assert precision() == expected
+        if hasattr(matmul, "fp32_precision"):
+            for name in ("tf32", "ieee"):
+                matmul.fp32_precision = name
+                assert precision() == name
+                kernel.rms_norm(x, x[0])
+                kernel.matmul(x, x)
+                kernel.grouped_mm(x[None], x[None])
+                kernel.flash_attn_func(*[x.view(1, 8, 1, 8)] * 3, softcap=1.0)
+    finally:
+        torch.set_float32_matmul_precision(old)

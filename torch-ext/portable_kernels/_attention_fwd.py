@@ -23,7 +23,7 @@ from ._attention import (
     unit_last_stride,
 )
 from ._attention_chunks import forward_in_chunks
-from ._device import facts, launch
+from ._device import facts, float32_precision, launch
 from ._ops import add_op_namespace_prefix
 from ._rows import compute_dtype
 from ._tiles import dot
@@ -190,11 +190,7 @@ def _attention_fwd_kernel(
 
 def precision(t, device):
     """How float32 tiles are multiplied: as torch's own products are asked to be."""
-    return (
-        "tf32"
-        if t.dtype == torch.float32 and device.tf32 and torch.get_float32_matmul_precision() != "highest"
-        else "ieee"
-    )
+    return float32_precision() if t.dtype == torch.float32 and device.tf32 else "ieee"
 
 
 def describe(t, packed, block, block_d):

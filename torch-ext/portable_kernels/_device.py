@@ -49,6 +49,18 @@ else:
     current = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
 
 
+def _probe_precision():
+    """A function that says how torch multiplies float32 on GPUs, "ieee" or "tf32", whichever way it was set."""
+    # torch.get_float32_matmul_precision raises once torch.backends.cuda.matmul.fp32_precision was set.
+    get = getattr(torch._C, "_get_fp32_precision_getter", None)
+    if get is None:  # before torch 2.9
+        return lambda: "ieee" if torch.get_float32_matmul_precision() == "highest" else "tf32"
+    return lambda: "tf32" if get("cuda", "matmul") == "tf32" else "ieee"
+
+
+float32_precision = _probe_precision()
+
+
 @functools.cache
 def facts(device: torch.device) -> Device:
     if device.type == "cuda":

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 
 from . import _tuning
-from ._device import facts, launch
+from ._device import facts, float32_precision, launch
 from ._rows import compute_dtype
 from ._tiles import dot, tile_of
 from ._triton import TensorDescriptor, cdiv, next_power_of_2, round_to, tl, triton, triton_dtype
@@ -227,12 +227,8 @@ def _options(a, plan, turned, precision):
 
 
 def precision_of(dtype, device):
-    """How tiles of this dtype are multiplied, as torch.set_float32_matmul_precision has it."""
-    return (
-        "tf32"
-        if dtype == torch.float32 and device.tf32 and torch.get_float32_matmul_precision() != "highest"
-        else "ieee"
-    )
+    """How tiles of this dtype are multiplied: float32 as torch's own."""
+    return float32_precision() if dtype == torch.float32 and device.tf32 else "ieee"
 
 
 def rows_in_groups(a, b, offs, bias, out, plan=None):

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 
 from . import _tuning
-from ._device import facts, launch
+from ._device import facts, float32_precision, launch
 from ._matmul_kernels import (
     _matmul_fwd_kernel_descriptors,
     _matmul_fwd_kernel_parts,
@@ -189,7 +189,7 @@ def run(g, a, b, b2, y, z, z2, bias, residual, how, plan):
     device, compute = facts(a.device), compute_dtype(a)
     turns = (turned(a, g.a, g.M, g.K), turned(b, g.b, g.K, g.N), turned(b if b2 is None else b2, g.b2, g.K, g.N))
     batched = (_batched(g.a, g.outer, g.inner), _batched(g.b, g.outer, g.inner))
-    by_torch = "ieee" if torch.get_float32_matmul_precision() == "highest" else "tf32"
+    by_torch = float32_precision()
     precision = (how.precision or by_torch) if device.tf32 and a.dtype == torch.float32 else "ieee"
     even = None not in turns and None not in batched and turns[1] == turns[2] and g.b == g.b2 and g.K > 0
     aligned = even and (a.element_size() == 2 or precision == "tf32")

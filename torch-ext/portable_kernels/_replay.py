@@ -31,7 +31,6 @@ _dispatch_modes = _probe(lambda: torch._C._len_torch_dispatch_stack, 1)
 _transforms = _probe(lambda: torch._C._are_functorch_transforms_active, True)
 _jit_tracing = _probe(lambda: torch._C._get_tracing_state, True)
 _autocast = _probe(lambda: torch._C._is_any_autocast_enabled, True)
-_precision = torch._C._get_float32_matmul_precision
 _grad = torch.is_grad_enabled
 _forward_ad = torch.autograd.forward_ad
 
@@ -93,7 +92,7 @@ def _key(args, kwargs, tensors):
     if _autocast():
         device = tensors[0].device.type
         key.append(torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device))
-    key += (_precision(), *kwargs)
+    key += (_device.float32_precision(), *kwargs)
     return tuple(key)
 
 

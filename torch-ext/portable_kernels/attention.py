@@ -179,7 +179,7 @@ def flash_attn_func(
         TypeError, ValueError: a dtype, shape or number other than these. NotImplementedError: alibi_slopes that require
         grad; a second derivative, for which there is `flash_attn_func_reference`.
     Numerics: products of tiles and sums in float32 (in float64 as PyTorch's), weights rounded to v's dtype; float32
-        products in tf32 only where torch.set_float32_matmul_precision allows it. Deterministic. Autograd: the first
+        products in tf32 only where torch's own are set to be. Deterministic. Autograd: the first
         derivative, through out and lse; vmap. Autocast casts q, k and v, as of torch's attention.
     Source: Dao et al. 2022; Dao 2023; alibi: Press et al. 2021.
     """

@@ -138,7 +138,7 @@ def grouped_mm(
         (T, N), (M, T) or (G, M, N), contiguous. What lies past the last offset is 0, and so is its gradient.
     Raises:
         TypeError: dtype not listed; a and b of different dtypes.   ValueError: shapes that do not fit.
-    Numerics: sums in float32, or float64; float32 operands are multiplied as torch.get_float32_matmul_precision() says.
+    Numerics: sums in float32, or float64; float32 operands are multiplied as torch's are set to be.
     Autograd: any order; deterministic; forward mode raises. Source: torch.nn.functional.grouped_mm.
     """
     _check(a, b, offs, bias, out_dtype)

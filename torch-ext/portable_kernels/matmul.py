@@ -263,8 +263,8 @@ def matmul(
             parameters.
         residual: of the result's shape, any of those dtypes and strides.
         out_dtype: dtype of the result; None = a's, or what that and the residual's promote to.
-        precision: how float32 is multiplied, "ieee" or "tf32"; None = as torch.get_float32_matmul_precision() says:
-            "highest" is ieee. Where the device has no tf32, ieee.
+        precision: how float32 is multiplied, "ieee" or "tf32"; None = as torch is set, by set_float32_matmul_precision
+            or torch.backends.cuda.matmul. Where the device has no tf32, ieee.
         batch_invariant: a row's bits do not depend on how many rows come with it, at some cost in speed. The
             environment's PORTABLE_KERNELS_BATCH_INVARIANT=1 asks it of every call.
     Returns:
