@@ -6,6 +6,8 @@ from typing import Callable, NamedTuple, Optional
 import torch
 import torch.nn.functional as F
 
+DEVICE, DTYPE = "cuda", torch.bfloat16  # tools/portability.py sets others
+
 
 class Workload(NamedTuple):
     """One op. A shape is what `make` takes; all ways take (what `make` returns), ours the package before them."""
@@ -25,7 +27,7 @@ class Workload(NamedTuple):
 
 
 def rand(*shape):
-    return torch.randn(shape, device="cuda", dtype=torch.bfloat16)
+    return torch.randn(shape, device=DEVICE, dtype=DTYPE)
 
 
 LINEAR = {
@@ -63,7 +65,7 @@ def _gated_linear(M, N, K):
 
 def _float8(M, N, K):
     a, b = _linear(M, N, K)
-    one = torch.ones((), device="cuda")
+    one = torch.ones((), device=DEVICE)
     return a.to(torch.float8_e4m3fn), b.to(torch.float8_e4m3fn).t(), one, one
 
 
@@ -72,7 +74,7 @@ def _scaled_mm(fast):
 
 
 def _experts(T, E, N, K):
-    ends = torch.rand(E - 1, device="cuda").sort().values.mul(T // 8).int() * 8
+    ends = torch.rand(E - 1, device=DEVICE).sort().values.mul(T // 8).int() * 8
     return rand(T, K), rand(E, K, N) * K**-0.5, torch.cat((ends, ends.new_full((1,), T)))
 
 
@@ -187,10 +189,10 @@ def _rotary(q, k, cos, sin):
 
 
 def _make_rotary(B, S, HQ, HK, D):
-    angles = torch.arange(S, device="cuda")[:, None] * 10000.0 ** (-torch.arange(0, D, 2, device="cuda") / D)
+    angles = torch.arange(S, device=DEVICE)[:, None] * 10000.0 ** (-torch.arange(0, D, 2, device=DEVICE) / D)
     angles = torch.cat((angles, angles), -1).expand(B, S, D)
     q, k = (rand(B, S, H, D).transpose(1, 2) for H in (HQ, HK))
-    return q, k, angles.cos().bfloat16(), angles.sin().bfloat16()
+    return q, k, angles.cos().to(DTYPE), angles.sin().to(DTYPE)
 
 
 def _rms_norm(x, w):
@@ -211,12 +213,12 @@ WORKLOADS = {
         {"131072 x 1024": (131072, 1024), "4096 x 32768": (4096, 32768)}, (1, 256), streams(2), streams(3),
     ),
     "masked_softmax": Workload(
-        lambda B, H, Q, K: (rand(B, H, Q, K), (torch.rand(B, 1, Q, K, device="cuda") < 0.9)),
+        lambda B, H, Q, K: (rand(B, H, Q, K), (torch.rand(B, 1, Q, K, device=DEVICE) < 0.9)),
         lambda k, x, m: k.masked_softmax(x, m), lambda x, m: torch.softmax(x.masked_fill(~m, float("-inf")), -1),
         {"bert_large": (16, 16, 512, 512), "long": (1, 16, 4096, 4096)}, (1, 1, 1, 64), streams(2), streams(3),
     ),
     "topk_softmax": Workload(
-        lambda *s: (torch.rand(s, device="cuda").argsort(-1).bfloat16() / 16,),  # no ties: any of them may be chosen
+        lambda *s: (torch.rand(s, device=DEVICE).argsort(-1).to(DTYPE) / 16,),  # no ties: any of them may be chosen
         lambda k, x: k.topk_softmax(x, 8, renormalize=True)[0],
         lambda x: (lambda v: v / v.sum(-1, keepdim=True))(torch.softmax(x.float(), -1).topk(8).values).to(x.dtype),
         {"qwen3_moe": (131072, 128), "deepseek": (131072, 256)}, (1, 128), streams(1), streams(2),
@@ -297,7 +299,7 @@ WORKLOADS = {
         grads=(0, 1),
     ),
     "cross_entropy": Workload(
-        lambda T, V: (rand(T, V), torch.randint(0, V, (T,), device="cuda")), lambda k, x, t: k.cross_entropy(x, t),
+        lambda T, V: (rand(T, V), torch.randint(0, V, (T,), device=DEVICE)), lambda k, x, t: k.cross_entropy(x, t),
         F.cross_entropy, LOGITS, (4, 256), streams(1), streams(2), peers={"quack": _quack_cross_entropy},
     ),
     "distillation_kl": Workload(

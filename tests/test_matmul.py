@@ -295,6 +295,31 @@ def test_rows_of_the_tables_say_where_they_come_from(core, internals, table):
         assert table != "matmul_invariant" or plan.kind not in ("vendor", "rows")
 
 
+def test_plans_that_do_not_fit_after_all(core, internals, monkeypatch):
+    """What the compiler refuses is not tried again, and the next plan serves; one that was asked for raises."""
+    tuning, device = internals("_tuning"), devices(internals)["H200"]
+    monkeypatch.setattr(tuning, "_refused", {})
+    refused = internals("_triton").OutOfResources(2, 1, "shared memory")
+    tried, limit = [], 2
+
+    @tuning.falls_back
+    def launch(x, plan=None):
+        tried.append(plan or asked(core, device, torch.bfloat16, 4096, 4096, 4096))
+        if len(set(tried)) <= limit:
+            raise refused
+        return x, tried[-1]
+
+    x, plan = launch("x")
+    assert x == "x" and len(tried) == 3 and plan == tried[2] == asked(core, device, torch.bfloat16, 4096, 4096, 4096)
+    limit = 10**6
+    with pytest.raises(type(refused)):
+        launch("x", plan)
+    with pytest.raises(type(refused)):
+        launch("x", plan=plan)
+    with pytest.raises(LookupError, match="no plan that fits"):
+        launch("x")  # none is left
+
+
 def test_lookup(internals, monkeypatch):
     """Exact device, then architecture, then the rest; ranges with open ends; what does not fit is passed over."""
     tuning, device = internals("_tuning"), devices(internals)["H200"]

@@ -45,6 +45,20 @@ def is_plain(args):
     return True
 
 
+def autocast_dtype(x):
+    """The dtype that torch casts the operands of products on x's device to, None where it casts nothing."""
+    kind = x.device.type
+    return torch.get_autocast_dtype(kind) if kind != "meta" and torch.is_autocast_enabled(kind) else None
+
+
+def autocast(*tensors):
+    """The operands of a product, cast as torch's own are. float64 stays, and so does None."""
+    dtype = autocast_dtype(tensors[0])
+    if dtype is None:
+        return tensors
+    return tuple(t if t is None or t.dtype == torch.float64 else t.to(dtype) for t in tensors)
+
+
 def differentiable(op, reference, setup_context=None, backward=None, *, like=None, rowwise=None):
     """A function that calls `op`, with the same derivative on every way to it.
 

@@ -231,6 +231,7 @@ def precision_of(dtype, device):
     return float32_precision() if dtype == torch.float32 and device.tf32 else "ieee"
 
 
+@_tuning.falls_back
 def rows_in_groups(a, b, offs, bias, out, plan=None):
     """out (T, N) = rows of a (T, K) in groups, times b (G, K, N); bias (G, N). Rows past the last group are 0."""
     (T, K), (G, _, N) = a.shape, b.shape
@@ -262,6 +263,7 @@ def rows_in_groups(a, b, offs, bias, out, plan=None):
     return out
 
 
+@_tuning.falls_back
 def shares_of_k(a, b, offs, bias, out, plan=None):
     """out (G, M, N) = a (M, K) times b (K, N), over each group's share of K; bias (G, N)."""
     (M, K), (G, _, N) = a.shape, out.shape

@@ -136,6 +136,7 @@ class Product(NamedTuple):
     save: bool = False  # return the products themselves too
 
 
+@_tuning.falls_back
 def product(a, b, b2, bias, residual, how, plan=None):
     """(y, z, z2): the result, and a @ b and a @ b2 where they are to be saved. Operands have two dimensions or more."""
     batch = torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])

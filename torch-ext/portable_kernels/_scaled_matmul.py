@@ -253,6 +253,7 @@ def _vendor_serves(a, b, scale_a, scale_b, bias, out_dtype):
     )
 
 
+@_tuning.falls_back
 def scaled_matmul(a, b, scale_a, scale_b, bias, out_dtype, fast_accum, plan=None):
     """The product from the kernels. scale_a: (M or fewer, blocks of K or 1); scale_b: the same of N."""
     (M, K), N = a.shape, b.shape[1]

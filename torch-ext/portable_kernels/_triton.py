@@ -31,6 +31,14 @@ except Exception as error:  # a broken installation must not take the CPU path d
     INTERPRET = False
 
 try:
+    from triton.runtime.errors import OutOfResources
+except Exception:  # no Triton
+
+    class OutOfResources(Exception):
+        """What a launch raises where a kernel needs more shared memory, threads or registers than there are."""
+
+
+try:
     from triton.tools.tensor_descriptor import TensorDescriptor
 except Exception:  # older Triton has none
     TensorDescriptor = None

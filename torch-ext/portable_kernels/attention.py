@@ -19,7 +19,7 @@ from ._attention import keep_scale
 from ._attention_bwd import attention_bwd
 from ._attention_chunks import backward_in_chunks, dropout_mask, forward_in_chunks
 from ._attention_fwd import attention_fwd
-from ._dispatch import differentiable, use_kernel
+from ._dispatch import autocast, autocast_dtype, differentiable, use_kernel
 
 SECOND_ORDER = "refused"
 
@@ -185,9 +185,11 @@ def flash_attn_func(
     """
     op = "flash_attn_func"
     _check(op, q, k, v, 4, dropout_p, softmax_scale, window_size, softcap, alibi_slopes, s_aux)
+    _checks.flag(op, "causal", causal)
+    check_slopes(op, alibi_slopes, q.shape[0], q.shape[2])
     if q.shape[0] != k.shape[0] or k.shape[:-1] != v.shape[:-1]:
         raise ValueError(f"{op}: k and v must have shapes (B, Sk, Hk, D), got {tuple(k.shape)} and {tuple(v.shape)}")
-    q, k, v = _autocast(q, k, v)
+    q, k, v = autocast(q, k, v)
     left, right = _window(window_size, causal, max(q.shape[1], k.shape[1]))
     plain = not (dropout_p or softcap or return_attn_probs) and alibi_slopes is None and s_aux is None and left < 0
     if (
@@ -247,16 +249,21 @@ def flash_attn_varlen_func(
     _check(op, q, k, v, 3, dropout_p, softmax_scale, window_size, softcap, alibi_slopes, s_aux, block_table is not None)
     if k.shape[:-1] != v.shape[:-1]:
         raise ValueError(f"{op}: v must have the sizes {tuple(k.shape[:-1])} of k, got {tuple(v.shape[:-1])}")
+    _checks.flag(op, "causal", causal)
     _check_starts(op, q, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
+    _checks.shape(op, "cu_seqlens_k", cu_seqlens_k, cu_seqlens_q.shape)
+    B = cu_seqlens_q.shape[0] - 1
+    check_slopes(op, alibi_slopes, B, q.shape[1])
     rows_k = k.shape[0]
     if block_table is not None:
         _check_starts(op, q, 2, block_table=block_table)
+        _checks.shape(op, "block_table", block_table, (B, block_table.shape[1]))
         rows_k = block_table.shape[1] * k.shape[1]
         if torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v)):
             raise NotImplementedError(f"{op}: block_table must come without gradients; gather k and v to have them")
     max_q, max_k = (_bound(op, *bound) for bound in (
         ("max_seqlen_q", max_seqlen_q, q.shape[0]), ("max_seqlen_k", max_seqlen_k, rows_k)))  # fmt: skip
-    q, k, v = _autocast(q, k, v)
+    q, k, v = autocast(q, k, v)
     left, right = _window(window_size, causal, max(max_q, max_k))
     out, lse = _attention(
         q, k, v, cu_seqlens_q.contiguous(), cu_seqlens_k.contiguous(),
@@ -303,7 +310,7 @@ def scaled_dot_product_attention(
             raise ValueError(
                 f"{op}: {name} must have 3 or more dimensions, as many as query, got shape {tuple(t.shape)}"
             )
-    query, key, value = _autocast(query, key, value)
+    query, key, value = autocast(query, key, value)
     q, k, v = (t.unsqueeze(1) if t.dim() == 3 else t.flatten(0, -4) for t in (query, key, value))
     q, k, v = (t.transpose(1, 2) for t in (q, k, v))
     _check(op, q, k, v, 4, dropout_p, scale, (-1, -1), 0.0, None, None, names=names)
@@ -313,6 +320,7 @@ def scaled_dot_product_attention(
     if q.shape[2] != k.shape[2] and not enable_gqa:
         raise ValueError(f"{op}: key must have query's {q.shape[2]} heads without enable_gqa, got {k.shape[2]}")
     _checks.flag(op, "is_causal", is_causal)
+    _checks.flag(op, "enable_gqa", enable_gqa)
     mask = _mask(op, attn_mask, query, key, is_causal)
     if not use_kernel(query) and not dropout_p and (mask is None or mask.dtype in (torch.bool, query.dtype)):
         return torch.nn.functional.scaled_dot_product_attention(
@@ -355,7 +363,7 @@ def _check(op, q, k, v, ndim, dropout_p, scale, window, softcap, alibi, sinks, p
     for name, t, dims in zip(names, (q, k, v), (ndim, ndim + paged, ndim + paged)):
         if t.dim() != dims:
             raise ValueError(f"{op}: {name} must have {dims} dimensions, got shape {tuple(t.shape)}")
-        if t.dtype != q.dtype and not torch.is_autocast_enabled(q.device.type):
+        if t.dtype != q.dtype and autocast_dtype(q) is None:
             raise TypeError(f"{op}: {name} must have dtype {str(q.dtype)[6:]} as {names[0]}, got {str(t.dtype)[6:]}")
     H, Hk = q.shape[-2], k.shape[-2]
     if q.shape[-1] != k.shape[-1]:
@@ -367,11 +375,18 @@ def _check(op, q, k, v, ndim, dropout_p, scale, window, softcap, alibi, sinks, p
         raise ValueError(f"{op}: dropout_p must be in [0, 1], got {dropout_p}")
     _checks.number(op, "scale" if names[0] == "query" else "softmax_scale", scale, optional=True)
     _checks.number(op, "softcap", softcap, low=0)
+    check_window(op, window)
+    _checks.shape(op, "s_aux", sinks, (H,))
+
+
+def check_window(op, window):
     if not (isinstance(window, (tuple, list)) and len(window) == 2 and all(isinstance(w, int) for w in window)):
         raise ValueError(f"{op}: window_size must be two integers (left, right), got {window!r}")
-    if alibi is not None and tuple(alibi.shape) != (H,) and (alibi.dim() != 2 or alibi.shape[1] != H):
-        raise ValueError(f"{op}: alibi_slopes must have shape ({H},) or (B, {H}), got {tuple(alibi.shape)}")
-    _checks.shape(op, "s_aux", sinks, (H,))
+
+
+def check_slopes(op, alibi, B, H):
+    if alibi is not None and tuple(alibi.shape) not in ((H,), (B, H)):
+        raise ValueError(f"{op}: alibi_slopes must have shape ({H},) or ({B}, {H}), got {tuple(alibi.shape)}")
 
 
 def _check_starts(op, q, dims=1, **tensors):
@@ -390,15 +405,9 @@ def _bound(op, name, value, rows):
         return rows
     if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)):
         raise TypeError(f"{op}: {name} must be an int or a tensor, got {type(value).__name__}")
+    if value < 0:
+        raise ValueError(f"{op}: {name} must be at least 0, got {value}")
     return value
-
-
-def _autocast(*tensors):
-    device = tensors[0].device.type
-    if not torch.is_autocast_enabled(device):
-        return tensors
-    dtype = torch.get_autocast_dtype(device)
-    return tuple(t if t.dtype == torch.float64 else t.to(dtype) for t in tensors)
 
 
 def _window(window, causal, longest):

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from . import _checks, _losses
-from ._dispatch import is_plain, transforms, use_kernel
+from ._dispatch import autocast, is_plain, transforms, use_kernel
 from ._linear_cross_entropy import linear_cross_entropy_rows
 from .cross_entropy import _check, _refuse_out_of_range, cross_entropy, cross_entropy_reference
 
@@ -187,10 +187,7 @@ def _operands(op, x, linear_weight, linear_bias, chunk_bytes):
         raise TypeError(f"{op}: chunk_bytes must be an int or None, got {type(chunk_bytes).__name__}")
     if chunk_bytes is not None and chunk_bytes < 1:
         raise ValueError(f"{op}: chunk_bytes must be at least 1, got {chunk_bytes}")
-    operands = [x, linear_weight, linear_bias]
-    if torch.is_autocast_enabled(x.device.type):
-        dtype = torch.get_autocast_dtype(x.device.type)
-        operands = [t if t is None or t.dtype == torch.float64 else t.to(dtype) for t in operands]
+    operands = autocast(x, linear_weight, linear_bias)
     for name, t in zip(("linear_weight", "linear_bias"), operands[1:]):
         if t is not None and t.dtype != operands[0].dtype:
             ours, theirs = (str(o.dtype).replace("torch.", "") for o in (operands[0], t))

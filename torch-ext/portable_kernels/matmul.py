@@ -17,7 +17,7 @@ from torch import Tensor
 
 from . import _checks
 from ._activation_math import ACTIVATIONS, FORMULAS
-from ._dispatch import differentiable, use_kernel
+from ._dispatch import autocast, differentiable, use_kernel
 from ._matmul import Product, product
 from ._ops import add_op_namespace_prefix
 from ._replay import replayed
@@ -368,7 +368,7 @@ def gated_linear(
     _checks.shape(op, "weight_up", weight_up, weight_gate.shape)
     _checks.choice(op, "activation", activation, ACTIVATIONS)
     _checks.flag(op, "batch_invariant", batch_invariant)
-    x, weight_gate, weight_up = _autocast(x, weight_gate, weight_up)
+    x, weight_gate, weight_up = autocast(x, weight_gate, weight_up)
     _one_dtype(op, x=x, weight_gate=weight_gate, weight_up=weight_up)
     precision = _precision(op, precision)
     activation = ACTIVATIONS[activation]
@@ -389,7 +389,7 @@ def _call(op, names, a, b, bias, activation, residual, out_dtype, precision, bat
     if out_dtype is not None:
         _checks.choice(op, "out_dtype", out_dtype, _checks.FLOATS)
     _checks.flag(op, "batch_invariant", batch_invariant)
-    a, b, bias = _autocast(a, b, bias)
+    a, b, bias = autocast(a, b, bias)
     _one_dtype(op, **dict(zip(names, (a, b))))
     precision = _precision(op, precision)
     activation = _named(activation)
@@ -401,14 +401,6 @@ def _call(op, names, a, b, bias, activation, residual, out_dtype, precision, bat
 
 def _wants_grad(*tensors):
     return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
-
-
-def _autocast(*tensors):
-    kind = tensors[0].device.type
-    if not torch.is_autocast_enabled(kind):
-        return tensors
-    dtype = torch.get_autocast_dtype(kind)
-    return tuple(t if t is None or t.dtype == torch.float64 else t.to(dtype) for t in tensors)
 
 
 def _precision(op, precision):

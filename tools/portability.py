@@ -1,0 +1,284 @@
+#!/usr/bin/env python3
+"""Compile every kernel that the package launches for GPUs that are not there, and read what came out.
+
+    python tools/portability.py                        the whole matrix, into docs/portability.md: about an hour
+    python tools/portability.py --archs sm90 gfx942 --ops softmax linear      a part of it, printed
+
+For each architecture the ops run on tensors without memory, at the sizes of benchmarks/workloads.py, with that device's
+facts; what they would launch is compiled by Triton instead. A kernel passes if it compiles, fits the device's shared
+memory and threads, and multiplies tiles of 16 bits with matrix instructions. Spilled registers are listed.
+"""
+
+import argparse
+import contextlib
+import importlib.util
+import io
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT / "tools"), str(ROOT / "benchmarks")]
+
+# backend, what Triton calls it, threads of a warp; then the facts: multiprocessors, shared memory, descriptors, tf32
+ARCHS = {
+    "sm75": ("cuda", 75, 32, 40, 65536, False, False),
+    "sm80": ("cuda", 80, 32, 108, 166912, False, True),
+    "sm86": ("cuda", 86, 32, 84, 101376, False, True),
+    "sm89": ("cuda", 89, 32, 128, 101376, False, True),
+    "sm90": ("cuda", 90, 32, 132, 232448, True, True),
+    "sm100": ("cuda", 100, 32, 148, 232448, True, True),
+    "sm120": ("cuda", 120, 32, 170, 101376, True, True),
+    "gfx90a": ("hip", "gfx90a", 64, 104, 65536, False, False),
+    "gfx942": ("hip", "gfx942", 64, 304, 65536, False, False),
+    "gfx950": ("hip", "gfx950", 64, 256, 163840, False, False),
+    "gfx1100": ("hip", "gfx1100", 32, 96, 65536, False, False),
+    "gfx1201": ("hip", "gfx1201", 32, 64, 65536, False, False),
+}
+
+
+class Driver:
+    """What Triton asks of a device in order to compile."""
+
+    def __init__(self, target):
+        self.target = target
+
+    def get_current_target(self):
+        return self.target
+
+    def get_current_device(self):
+        return 0
+
+    def get_current_stream(self, device=0):
+        return 0
+
+    def get_active_torch_device(self):
+        import torch
+
+        return torch.device("cpu")
+
+    def map_python_to_cpp_type(self, kind):
+        return kind
+
+
+def load_package():
+    """The package as it is in the working tree, with the file that a build adds."""
+    from build_local import build
+
+    with contextlib.redirect_stdout(io.StringIO()):
+        folder = build(ROOT, tempfile.mkdtemp(prefix="portability-")) / "torch-cuda"
+    spec = importlib.util.spec_from_file_location(
+        "portable_kernels_compiled", folder / "__init__.py", submodule_search_locations=[str(folder)]
+    )
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def pretend(device, launch):
+    """Make every module of the package see this device, and launch by `launch`."""
+    for name, module in list(sys.modules.items()):
+        if name.startswith("portable_kernels_compiled"):
+            for attribute, value in (
+                ("launch", launch), ("facts", lambda _: device), ("runs_kernels", lambda _: True),
+                ("use_kernel", lambda _: True),
+            ):  # fmt: skip
+                if hasattr(module, attribute) and not (attribute == "facts" and name.endswith("._device")):
+                    setattr(module, attribute, value)
+
+
+def spills(assembly, arch):
+    """(registers, bytes or registers spilled) of a kernel."""
+    if arch.startswith("gfx"):
+        found = [re.findall(rf"\.{what}:\s+(\d+)", assembly) for what in ("vgpr_count", "vgpr_spill_count")]
+        return tuple(int(f[-1]) if f else 0 for f in found)
+    import triton
+
+    tools = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+    suffix = "a" if int(arch[2:]) >= 90 else ""
+    assembler = tools / (
+        "ptxas-blackwell" if int(arch[2:]) >= 100 and (tools / "ptxas-blackwell").exists() else "ptxas"
+    )
+    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
+        file.write(assembly)
+        file.flush()
+        command = [assembler, "-v", "--gpu-name", f"sm_{arch[2:]}{suffix}", file.name, "-o", os.devnull]
+        said = subprocess.run(command, capture_output=True, text=True).stderr
+    used, spilled = re.findall(r"Used (\d+) registers", said), re.findall(r"(\d+) bytes spill stores", said)
+    return int(used[-1]) if used else 0, int(spilled[-1]) if spilled else 0
+
+
+def widest(assembly):
+    """Bits of the widest load or store of global memory."""
+    bits = [int(v) * int(b) for v, b in re.findall(r"(?:ld|st)\.global[\w.:]*?\.v(\d)\.b(\d+)", assembly)]
+    bits += [8 * int(n) for n in re.findall(r"cp\.async\.c[ag]\.shared\.global[^;]*?, (\d+)", assembly)]
+    bits += [32 * int(n) for n in re.findall(r"(?:global|buffer)_(?:load|store)_dwordx(\d)", assembly)]
+    bits += [int(n) for n in re.findall(r"(?:global|buffer)_(?:load|store)_b(\d+)", assembly)]
+    return 128 if "cp.async.bulk" in assembly else max(bits, default=32)
+
+
+MATRIX = re.compile(r"wgmma|mma\.sync|tcgen05\.mma|v_mfma|v_wmma")
+
+
+def compile_for(arch, ops, dtypes, say):
+    """One record a kernel that the ops launch on this architecture."""
+    import torch
+    import triton
+    import workloads
+    from triton.backends.compiler import GPUTarget
+    from triton.runtime.errors import OutOfResources
+
+    backend, name, warp, multiprocessors, shared_memory, descriptors, tf32 = ARCHS[arch]
+    triton.runtime.driver.set_active(Driver(GPUTarget(backend, name, warp)))
+    kernel = load_package()
+    facts = sys.modules["portable_kernels_compiled._device"].Device
+    early = descriptors
+    device = facts(multiprocessors, 1024 // warp, shared_memory, arch, arch, descriptors, tf32, early)
+    records, seen, place = [], {}, {}
+
+    def launch(jitted, grid, _, args, **options):
+        compiled = jitted.warmup(*args, grid=grid, **options)
+        if compiled.metadata.shared > shared_memory:  # as a launch would: the next plan is taken
+            raise OutOfResources(compiled.metadata.shared, shared_memory, "shared memory")
+        if compiled.hash in seen:
+            return
+        assembly = compiled.asm.get("ptx") or compiled.asm.get("amdgcn")
+        registers, spilled = spills(assembly, arch)
+        shared, warps = compiled.metadata.shared, compiled.metadata.num_warps
+        problems = []
+        if warps * warp > 1024:
+            problems.append(f"{warps} warps of {warp} threads")
+        small = any(getattr(a, "dtype", None) in (torch.float16, torch.bfloat16) for a in args)
+        if small and "dot(" in jitted.src and not MATRIX.search(assembly):
+            problems.append("no matrix instructions")
+        seen[compiled.hash] = True
+        records.append(
+            {**place, "kernel": jitted.__name__, "shared": shared, "warps": warps, "registers": registers,
+             "spilled": spilled, "bits": widest(assembly), "problems": problems}
+        )  # fmt: skip
+
+    pretend(device, launch)
+    workloads.DEVICE = "meta"
+    for dtype in dtypes:
+        if arch == "sm75" and dtype == "bfloat16":
+            dtype = "float16"  # which has no bfloat16: Triton refuses it there
+        workloads.DTYPE = getattr(torch, dtype)
+        for op in ops:
+            workload = workloads.WORKLOADS[op]
+            for case, shape in workload.cases.items():
+                place.update(op=op, case=case, dtype=dtype)
+                before = len(records)
+                try:
+                    leaves = [t.requires_grad_(i in workload.grads) for i, t in enumerate(workload.make(*shape))]
+                    y = workload.ours(kernel, *leaves)
+                    y = [t for t in (y if isinstance(y, tuple) else (y,)) if t.requires_grad]
+                    if y and (workload.backward or workload.backward_flops):
+                        torch.autograd.grad(y, [leaves[i] for i in workload.grads], [torch.empty_like(t) for t in y])
+                except Exception as error:
+                    said = f"{type(error).__name__}: {str(error).strip()[-200:]}"
+                    records.append({**place, "kernel": "", "problems": [said]})
+                for record in records[before:]:
+                    for problem in record["problems"]:
+                        say(f"{arch} {op} {case} {dtype} {record['kernel']}: {problem}")
+    return records
+
+
+def whole(archs, ops, dtypes, jobs):
+    """{arch: records}, one process an architecture, `jobs` at once."""
+    waiting, running, found = list(archs), {}, {}
+    while waiting or running:
+        while waiting and len(running) < jobs:
+            arch = waiting.pop(0)
+            file = tempfile.NamedTemporaryFile(suffix=".json", delete=False)
+            command = [
+                sys.executable,
+                __file__,
+                "--one",
+                file.name,
+                "--archs",
+                arch,
+                "--ops",
+                *ops,
+                "--dtypes",
+                *dtypes,
+            ]
+            running[arch] = (subprocess.Popen(command), file.name)
+        arch = next(iter(running))
+        process, path = running.pop(arch)
+        if process.wait():
+            sys.exit(f"{arch}: the compiling process ended with {process.returncode}")
+        found[arch] = json.loads(Path(path).read_text())
+        os.unlink(path)
+        problems = sum(bool(r["problems"]) for r in found[arch])
+        print(f"{arch}: {len(found[arch])} kernels, {problems} with problems", flush=True)
+    return found
+
+
+def page(found):
+    import triton
+
+    ops = list(dict.fromkeys(r["op"] for records in found.values() for r in records))
+    lines = []
+    for op in ops:
+        cells = []
+        for records in found.values():
+            mine = [r for r in records if r["op"] == op]
+            bad, spilled = sum(bool(r["problems"]) for r in mine), max((r.get("spilled", 0) for r in mine), default=0)
+            text = f"{len(mine) - bad}" + (f", {bad} fail" if bad else "") + (f", spills {spilled}" if spilled else "")
+            cells.append(text if mine else "")
+        lines.append(f"| `{op}` | " + " | ".join(cells) + " |")
+    problems = [
+        f"- {arch}, `{r['op']}`, {r['case']}, {r['dtype']}, {r['kernel'] or 'no kernel'}: {'; '.join(r['problems'])}"
+        for arch, records in found.items()
+        for r in records
+        if r["problems"]
+    ]
+    nothing = "None."
+    return f"""# Portability
+
+Written by `python tools/portability.py`, whose docstring says how, with Triton {triton.__version__}: no GPU was there.
+Numbers are of kernels that compile and fit; `spills` is the most that one of them spills (bytes on NVIDIA, registers on
+AMD). sm75 has no bfloat16, and is compiled for float16 in its place. A kernel of two ops counts once.
+
+| op | {" | ".join(found)} |
+|---|{"---|" * len(found)}
+{chr(10).join(lines)}
+
+## What does not compile, or does not fit
+
+{chr(10).join(problems) or nothing}
+"""
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--archs", nargs="*", default=list(ARCHS), choices=list(ARCHS))
+    parser.add_argument("--ops", nargs="*", help="of benchmarks/workloads.py")
+    parser.add_argument("--dtypes", nargs="*", default=["bfloat16", "float32"])
+    parser.add_argument("--jobs", type=int, default=os.cpu_count())
+    parser.add_argument("--one", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    from workloads import WORKLOADS
+
+    ops = options.ops or list(WORKLOADS)
+    if unknown := set(ops) - set(WORKLOADS):
+        parser.error(f"no such ops: {', '.join(sorted(unknown))}")
+    if options.one:
+        records = compile_for(options.archs[0], ops, options.dtypes, lambda text: print("  " + text, flush=True))
+        Path(options.one).write_text(json.dumps(records))
+        return
+    found = whole(options.archs, ops, options.dtypes, options.jobs)
+    if options.archs == list(ARCHS) and not options.ops:
+        (ROOT / "docs" / "portability.md").write_text(page(found))
+    else:
+        print(page(found))
+    sys.exit(any(r["problems"] for records in found.values() for r in records))
+
+
+if __name__ == "__main__":
+    main()
