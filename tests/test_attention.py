@@ -198,6 +198,28 @@ def test_slices_of_one_projection(hold, device):
     hold(*(t.transpose(1, 2).contiguous().transpose(1, 2) for t in (q, k, v)))
 
 
+@pytest.mark.parametrize("layout", ["strided", "expanded"])
+def test_strides_of_numbers_per_head(family, hold, device, layout):
+    """Sinks, slopes and starts are read where they lie, too."""
+    q, k, v = qkv(2, 5, 7, 4, 2, 16, device=device)
+
+    def lie(*values):
+        t = torch.tensor(values, device=device)
+        return t.repeat_interleave(2, 0)[::2] if layout == "strided" else t[:1].expand(t.shape)
+
+    sinks, slopes = lie(0.5, -1.0, 2.0, 1.0), lie([0.1, 0.2, 0.3, 0.4], [0.5, 0.6, 0.7, 0.8])
+    hold(q, k, v, sinks, alibi_slopes=slopes)
+    hold(q, k, v, sinks, alibi_slopes=slopes[0])
+    starts = torch.tensor([0, 9, 3, 9, 5], dtype=torch.int32, device=device)[::2]
+    args = (q[0], k[0], v[0], starts, starts, 5, 7)
+    out = family.flash_attn_varlen_func(*args, alibi_slopes=slopes, s_aux=sinks)
+    cpu = [t.cpu().double() if torch.is_tensor(t) and t.is_floating_point() else t for t in args]
+    oracle = family.flash_attn_varlen_func_reference(
+        *cpu, alibi_slopes=slopes.cpu().double(), s_aux=sinks.cpu().double()
+    )
+    assert_close(out, oracle, dim=None)
+
+
 def test_rows_that_see_no_key(family, device):
     """0, -inf (or the sink), and no gradient: before the first key, after an empty window, under a mask."""
     q, k, v = qkv(1, 40, 20, 2, 2, 16, device=device)
@@ -439,8 +461,22 @@ def test_bad_input(family, device):
         (ValueError, "flash_attn_func: softcap must be at least 0, got -1", lambda: flash(q, k, v, softcap=-1)),
         (ValueError, "flash_attn_func: s_aux must have shape (4,), got (2,)",
          lambda: flash(q, k, v, s_aux=q[0, 0, :2, 0])),
-        (ValueError, "flash_attn_func: alibi_slopes must have shape (4,) or (B, 4), got (3,)",
+        (ValueError, "flash_attn_func: alibi_slopes must have shape (4,) or (2, 4), got (3,)",
          lambda: flash(q, k, v, alibi_slopes=q[0, 0, :3, 0])),
+        # Rows that are not there would be read.
+        (ValueError, "flash_attn_func: alibi_slopes must have shape (4,) or (2, 4), got (1, 4)",
+         lambda: flash(q, k, v, alibi_slopes=q[:1, 0, :, 0])),
+        (ValueError, "flash_attn_varlen_func: alibi_slopes must have shape (4,) or (1, 4), got (2, 4)",
+         lambda: packed(q[0], k[0], v[0], cu, cu, 4, 4, alibi_slopes=q[:, 0, :, 0])),
+        (ValueError, "flash_attn_varlen_func: cu_seqlens_k must have shape (2,), got (1,)",
+         lambda: packed(q[0], k[0], v[0], cu, cu[:1], 4, 4)),
+        (ValueError, "flash_attn_varlen_func: block_table must have shape (1, 3), got (2, 3)",
+         lambda: packed(q[0], k, v, cu, cu, 4, 4, block_table=torch.zeros(2, 3, dtype=torch.int32, device=device))),
+        (ValueError, "flash_attn_varlen_func: max_seqlen_k must be at least 0, got -1",
+         lambda: packed(q[0], k[0], v[0], cu, cu, 4, -1)),
+        (TypeError, "flash_attn_func: causal must be True or False, got 'no'", lambda: flash(q, k, v, causal="no")),
+        (TypeError, "scaled_dot_product_attention: enable_gqa must be True or False, got 1",
+         lambda: torchs(q, q, q, enable_gqa=1)),
         (TypeError, "flash_attn_varlen_func: cu_seqlens_k must be a tensor of dtype int32 | int64, got float32",
          lambda: packed(q[0], k[0], v[0], cu, cu.float(), 4, 4)),
         (TypeError, "flash_attn_varlen_func: max_seqlen_q must be an int or a tensor, got float",

@@ -290,6 +290,23 @@ def test_strides(hold, device):
     hold(q, tensor((1, 30, 2, 16), device=device).expand(2, -1, -1, -1), v, cache_seqlens=30)
 
 
+def test_strides_of_numbers_per_sequence_and_head(hold, device):
+    q, k, v = make(2, 2, 4, 2, 16, 30, torch.float32, device)
+    kn, vn = (tensor((2, 2, 2, 16), torch.float32, device) for _ in range(2))
+    sinks, slopes = tensor((4, 2), torch.float32, device)[:, 0], tensor((2, 8), torch.float32, device).abs()[:, ::2]
+    lens, first, row = (lengths(device, *n)[::2] for n in ((20, 29, 9), (3, 28, 1), (1, 7, 0)))
+    for splits in (1, 2):
+        hold(q, k, v, kn, vn, cache_seqlens=lens, cache_leftpad=first, cache_batch_idx=row, s_aux=sinks,
+             alibi_slopes=slopes, causal=True, num_splits=splits)  # fmt: skip
+    hold(q, k, v, kn, vn, cache_seqlens=lens[:1].expand(2), s_aux=sinks[:1].expand(4))
+
+
+def test_pages_that_are_not_reached_may_be_any(hold, device):
+    q, k, v = make(2, 1, 4, 2, 16, 8, torch.float32, device)
+    table = torch.tensor([[1, 10**6], [0, -7]], dtype=torch.int32, device=device)
+    hold(q, k, v, cache_seqlens=lengths(device, 3, 8), block_table=table)
+
+
 def test_nan_and_inf(family, device):
     """Of keys that are seen they show; of what is no key, or is not seen, they do not."""
     q, k, v = make(4, 1, 2, 1, 16, 50, torch.float32, device)
@@ -421,7 +438,10 @@ def test_bad_input(family, device):
             q, k, v, alibi_slopes=torch.zeros(2, device=device))),
         (ValueError, "s_aux must have shape (4,), got (2,)", lambda: call(
             q, k, v, s_aux=torch.zeros(2, device=device))),
-        (ValueError, "window_size must be (left, right), got (1,)", lambda: call(q, k, v, window_size=(1,))),
+        (ValueError, "window_size must be two integers (left, right), got (1,)",
+         lambda: call(q, k, v, window_size=(1,))),
+        (ValueError, "window_size must be two integers (left, right), got (None, 0)",
+         lambda: call(q, k, v, window_size=(None, 0))),
         (ValueError, "softcap must be at least 0, got -1", lambda: call(q, k, v, softcap=-1)),
         (TypeError, "causal must be True or False, got 1", lambda: call(q, k, v, causal=1)),
         (ValueError, "k_cache must be on", lambda: call(q, k.to("meta"), v)),

@@ -266,6 +266,11 @@ def _decode_merge_kernel(
         tl.store(lse_ptr + lse_at, peak + tl.log(total))
 
 
+def _dense(*tensors):
+    """One number a sequence or a head, as kernels read them."""
+    return (t if t is None else t.contiguous() for t in tensors)
+
+
 def _strides(t):
     return (0, 0) if t is None else t.stride()
 
@@ -282,6 +287,7 @@ def capacity(cache, table):
 def append(k, v, k_cache, v_cache, cos, sin, seqlens, batch_idx, table, cached, interleaved):
     """Write k, rotated, and v into the caches from position seqlens on (cached, where that is None)."""
     B, S, H, D = k.shape
+    seqlens, batch_idx = _dense(seqlens, batch_idx)
     BLOCK_D = next_power_of_2(D)
     BLOCK_H = min(next_power_of_2(H), max(2048 // BLOCK_D, 1))
     launch(
@@ -303,6 +309,7 @@ def attend(
 ):  # fmt: skip
     """(o (B, S, H, D), lse (B, H, S)) of q over the keys of the caches. left, right: None = without a bound."""
     B, S, H, D = q.shape
+    seqlens, batch_idx, leftpad, sinks = _dense(seqlens, batch_idx, leftpad, sinks)
     heads = k_cache.shape[2]
     compute = compute_dtype(q)
     o = torch.empty((B, S, H, D), dtype=q.dtype, device=q.device)

@@ -245,6 +245,7 @@ def attention_fwd(
     if not out.numel() * B * max_q:
         return out, lse
     q, k, v = (unit_last_stride(t) for t in (q, k, v))
+    sinks = sinks if sinks is None else sinks.contiguous()
     H, Hk, D, DV = q.shape[-2], k.shape[-2], q.shape[-1], v.shape[-1]
     block_d, block_dv = (max(next_power_of_2(d), 16) for d in (D, DV))
     folded = fold(scale, softcap, alibi, mask)

@@ -16,6 +16,7 @@ from . import _attention_decode, _checks
 from ._dispatch import undifferentiable
 from ._ops import add_op_namespace_prefix
 from ._rows import compute_dtype
+from .attention import check_slopes, check_window
 
 SECOND_ORDER = "refused"  # and the first: what decodes does not learn
 
@@ -87,7 +88,7 @@ def _reference(
         token = torch.arange(S, device=q.device) * ordered
         q = _rotate(q, cos, sin, seqlens[:, None] + token, interleaved)
     if table is not None:
-        pages = table.clamp(min=0).long()
+        pages = table.long().clamp(0, max(k_cache.shape[0] - 1, 0))  # those that are not reached may be any
         k, v = (c[pages].flatten(1, 2) for c in (k_cache, v_cache))
     elif batch_idx is not None:
         k, v = k_cache[batch_idx.long()], v_cache[batch_idx.long()]
@@ -242,8 +243,7 @@ def flash_attn_with_kvcache(
     _checks.number(op, "softmax_scale", softmax_scale, optional=True)
     _checks.number(op, "softcap", softcap, low=0)
     _checks.flag(op, "causal", causal)
-    if len(window_size) != 2:
-        raise ValueError(f"{op}: window_size must be (left, right), got {window_size!r}")
+    check_window(op, window_size)
     left, right = _window(window_size, causal)
     seqlens, cached, new = _lengths(k_cache, k, cache_seqlens, block_table)
     interleaved = bool(rotary_interleaved)
@@ -309,6 +309,5 @@ def _check(op, q, k_cache, v_cache, k, v, cos, sin, seqlens, batch_idx, leftpad,
         if cos.dim() != 2 or not 2 <= 2 * cos.shape[1] <= D:
             raise ValueError(f"{op}: rotary_cos must have shape (positions, at most {D // 2}), got {tuple(cos.shape)}")
         _checks.shape(op, "rotary_sin", sin, cos.shape)
-    if alibi is not None and tuple(alibi.shape) not in ((H,), (B, H)):
-        raise ValueError(f"{op}: alibi_slopes must have shape ({H},) or ({B}, {H}), got {tuple(alibi.shape)}")
+    check_slopes(op, alibi, B, H)
     _checks.shape(op, "s_aux", sinks, (H,))
