@@ -344,3 +344,18 @@ def test_bad_input(kernel, device):
         with pytest.raises(error) as caught:
             call()
         assert str(caught.value).startswith(message)
+
+
+def test_offsets_that_fall_stay_in_memory(kernel, device, on_kernels):
+    """They are the caller's mistake, which only the device could see: the result means nothing, and that is all."""
+    if not on_kernels:
+        pytest.skip("PyTorch's sizes raise")
+    a, b = torch.randn(300, 16, device=device), torch.randn(9, 16, 8, device=device)
+    offs = torch.tensor([300, 0, 300, 0, 300, 0, 300, 0, 300], device=device)
+    assert kernel.grouped_mm(a, b, offs=offs).shape == (300, 8)
+
+
+def test_meta_tensors_have_shapes(kernel):
+    a, b, offs = (torch.empty(s, device="meta") for s in ((7, 16), (2, 16, 8), (2,)))
+    out = kernel.grouped_mm(a, b, offs=offs.int())
+    assert out.is_meta and out.shape == (7, 8)

@@ -101,12 +101,15 @@ def test_gradients_are_not_repeated_past(replayed, device):
 
 
 def test_one_tensor_twice(replayed, device):
-    """Which of two arguments an op was given cannot be told when they are one."""
-    f = replayed(lambda a, b: a - 2 * b)
-    x, y = torch.randn(3, device=device), torch.randn(3, device=device)
-    for a, b in ((x, x), (x, y), (y, x), (x, x)):
-        assert torch.equal(f(a, b), a - 2 * b)
-    assert len(f.calls) == 2  # the first, which tells nothing, and the second
+    """Which of two arguments an op was given cannot be told when they are one: that is a kind of its own."""
+    f = replayed(lambda a, b, c: (a - 2 * b + 3 * c, b))
+    x, y, z = (torch.randn(3, device=device) for _ in range(3))
+    for n, (a, b, c) in enumerate([(x, x, y), (x, y, x), (y, x, x), (x, x, x), (x, y, z)], 1):
+        others = {id(t): t + 1 for t in (x, y, z)}
+        for call in ((a, b, c), tuple(others[id(t)] for t in (a, b, c))):
+            got, second = f(*call)
+            assert torch.equal(got, call[0] - 2 * call[1] + 3 * call[2]) and second is call[1]
+        assert len(f.calls) == n
 
 
 def test_what_depends_on_values_is_not_repeated(replayed, device):

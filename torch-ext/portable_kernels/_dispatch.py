@@ -40,7 +40,9 @@ def is_plain(args):
     if _dispatch_modes() > (getattr(watching, "by", None) is not None) or transforms() or _jit_tracing():
         return False
     for t in args:
-        if isinstance(t, torch.Tensor) and (type(t) not in _PLAIN or t.is_neg() or t.is_conj() or _old_batched(t)):
+        if isinstance(t, torch.Tensor) and (
+            type(t) not in _PLAIN or t.is_meta or t.is_neg() or t.is_conj() or _old_batched(t)
+        ):
             return False
     return True
 

@@ -60,8 +60,8 @@ def _grouped_mm_fwd_kernel_places(
     start, end = _bounds(offs_ptr, group, groups, size)
     tiles = tl.where(group < groups, (end - start + BLOCK_M - 1) // BLOCK_M, 0)
     upto = tl.cumsum(tiles, axis=0)
-    if pid == 0:
-        tl.store(place_ptr, tl.max(upto, axis=0))
+    if pid == 0:  # offsets that fall could make more places than there is room for
+        tl.store(place_ptr, tl.minimum(tl.max(upto, axis=0), places))
     place = pid * CHUNK + tl.arange(0, CHUNK)
     if pid * CHUNK < places:
         mine = tl.sum((upto[None, :] <= place[:, None]).to(tl.int32), axis=1)

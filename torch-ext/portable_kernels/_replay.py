@@ -16,7 +16,7 @@ from ._triton import DESCRIPTORS, INTERPRET
 _Tensor, _Parameter = torch.Tensor, torch.nn.Parameter
 _VALUES = frozenset((int, float, bool, str, type(None), torch.dtype))
 _LIMIT = 4096  # kinds of calls to one function
-_REFUSED = object()
+_REFUSED, _SAME = object(), object()
 
 
 def _probe(find, missing):
@@ -55,8 +55,7 @@ def replayed(function):
             if len(known) >= _LIMIT:  # sizes that never repeat
                 known.clear()
             result, found = _watch(function, args, kwargs, tensors)
-            if found is not None:
-                known[key] = found
+            known[key] = found
             return result
         if found is _REFUSED or _device.profiled():
             return function(*args, **kwargs)
@@ -66,13 +65,17 @@ def replayed(function):
 
 
 def _key(args, kwargs, tensors):
-    """All that decides what a call does, or None where that is not known. Its tensors are added to `tensors`."""
-    key, learns = [], _grad()
+    """All that decides what a call does, or None where that is not known. Its tensors are added to `tensors`, once."""
+    key, places, learns = [], {}, _grad()
     for a in (*args, *kwargs.values()) if kwargs else args:
         kind = type(a)
         if kind is _Tensor or kind is _Parameter:
             if learns and a.requires_grad:
                 return None
+            place = places.setdefault(id(a), len(tensors))
+            if place < len(tensors):
+                key += (_SAME, place)
+                continue
             index = a.get_device()
             if index < 0 and not (INTERPRET and a.is_cpu):  # a meta tensor's index is the CPU's
                 return None
@@ -97,9 +100,7 @@ def _key(args, kwargs, tensors):
 
 
 def _watch(function, args, kwargs, tensors):
-    """(result of the call, the function that repeats it; or _REFUSED; or None, if another such call may tell)."""
-    if len({id(t) for t in tensors}) < len(tensors):  # one tensor twice: which of them is a launch given?
-        return function(*args, **kwargs), None
+    """(result of the call, the function of its tensors that repeats it, or _REFUSED)."""
     watch = _Watch(tensors)
     _device.watching.by = watch
     try:
