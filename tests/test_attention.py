@@ -451,6 +451,8 @@ def test_bad_input(family, device):
     cases = [
         (TypeError, "flash_attn_func: k must have dtype float32 as q, got float16", lambda: flash(q, k.half(), v)),
         (TypeError, "flash_attn_func: q must be a tensor, got list", lambda: flash([1.0], k, v)),
+        (TypeError, "flash_attn_func: v must be a tensor, got NoneType", lambda: flash(q, k, None)),
+        (TypeError, "scaled_dot_product_attention: key must be a tensor, got NoneType", lambda: torchs(q, None, q)),
         (ValueError, "flash_attn_func: q must have 4 dimensions, got shape (4, 4, 16)", lambda: flash(q[0], k, v)),
         (ValueError, "flash_attn_func: q's heads must be a multiple of the 2 of k, got 3",
          lambda: flash(q[:, :, :3], k, v)),

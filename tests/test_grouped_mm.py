@@ -315,6 +315,7 @@ def test_bad_input(kernel, device):
     columns = tensor((9, 24), torch.float32, device)
     cases = [
         (TypeError, "grouped_mm: a must be a tensor, got list", lambda: kernel.grouped_mm([1.0], b, offs=offs)),
+        (TypeError, "grouped_mm: b must be a tensor, got NoneType", lambda: kernel.grouped_mm(a, None, offs=offs)),
         (TypeError, "grouped_mm: b must have dtype", lambda: kernel.grouped_mm(a, b.long(), offs=offs)),
         (TypeError, "grouped_mm: b must have a's dtype torch.float32, got torch.float16",
          lambda: kernel.grouped_mm(a, b.half(), offs=offs)),

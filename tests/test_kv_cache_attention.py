@@ -307,6 +307,13 @@ def test_pages_that_are_not_reached_may_be_any(hold, device):
     hold(q, k, v, cache_seqlens=lengths(device, 3, 8), block_table=table)
 
 
+def test_lengths_beyond_the_capacity_are_the_capacity(hold, device):
+    q, k, v = make(2, 1, 4, 2, 16, 8, torch.float32, device)
+    for n in (9, 2**31 + 5, 2**40):  # more than int32 holds, too
+        kn = torch.ones(2, 1, 2, 16, device=device)
+        hold(q, k, v, kn, kn, cache_seqlens=torch.tensor([n, 4], device=device))
+
+
 def test_nan_and_inf(family, device):
     """Of keys that are seen they show; of what is no key, or is not seen, they do not."""
     q, k, v = make(4, 1, 2, 1, 16, 50, torch.float32, device)
@@ -409,6 +416,9 @@ def test_bad_input(family, device):
     op = "flash_attn_with_kvcache"
     cases = [
         (TypeError, "q must be a tensor, got int", lambda: call(1, k, v)),
+        (TypeError, "v_cache must be a tensor, got NoneType", lambda: call(q, k, None)),
+        (ValueError, "num_splits must be an integer of at least 0, got '2'", lambda: call(q, k, v, num_splits="2")),
+        (TypeError, "rotary_interleaved must be True or False, got 2", lambda: call(q, k, v, rotary_interleaved=2)),
         (ValueError, "q must have 4 dimensions, got shape (1, 4, 16)", lambda: call(q[0], k, v)),
         (TypeError, "v_cache must have q's dtype torch.float32, got torch.float16", lambda: call(q, k, v.half())),
         (ValueError, "q must have a head dimension from 1 to 256, got 257", lambda: call(

@@ -90,7 +90,7 @@ def _kv_cache_append_kernel(
     offs_d = tl.arange(0, BLOCK_D)
     mask = (offs_h < H)[:, None] & (offs_d < D)[None, :]
     if seqlens_ptr is not None:
-        cached = tl.load(seqlens_ptr + b).to(tl.int32)
+        cached = tl.minimum(tl.load(seqlens_ptr + b), 1 << 30).to(tl.int32)  # of int64, more than int32 holds
     pos = cached + i
     room = (pos >= 0) & (pos < capacity)
     b = tl.cast(b, tl.int64)
@@ -140,7 +140,7 @@ def _decode_fwd_kernel(
     split = pid // (H * tiles_m) % SPLITS
     b = tl.cast(pid // (H * tiles_m * SPLITS), tl.int64)
     if seqlens_ptr is not None:
-        cached = tl.load(seqlens_ptr + b).to(tl.int32)
+        cached = tl.minimum(tl.load(seqlens_ptr + b), 1 << 30).to(tl.int32)  # of int64, more than int32 holds
     length = tl.minimum(cached + new, capacity)
 
     row = tile * BLOCK_M + tl.arange(0, BLOCK_M)

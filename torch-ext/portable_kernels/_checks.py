@@ -20,6 +20,13 @@ def tensors(op, x, *, first="x", **others):
                 raise ValueError(f"{op}: {name} must be on {x.device} as {first} is, got {t.device}")
 
 
+def given(op, **tensors):
+    """Refuse None."""
+    for name, t in tensors.items():
+        if t is None:
+            raise TypeError(f"{op}: {name} must be a tensor, got NoneType")
+
+
 def _tensor(op, name, t):
     if not isinstance(t, torch.Tensor):
         raise TypeError(f"{op}: {name} must be a tensor, got {type(t).__name__}")

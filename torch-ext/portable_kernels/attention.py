@@ -305,6 +305,7 @@ def scaled_dot_product_attention(
     op = "scaled_dot_product_attention"
     names = ("query", "key", "value")
     _checks.tensors(op, query, first="query", key=key, value=value)
+    _checks.given(op, key=key, value=value)
     for name, t in zip(names, (query, key, value)):
         if t.dim() != query.dim() or t.dim() < 3:
             raise ValueError(
@@ -360,6 +361,7 @@ def _mask(op, mask, query, key, is_causal):
 
 def _check(op, q, k, v, ndim, dropout_p, scale, window, softcap, alibi, sinks, paged=False, names=("q", "k", "v")):
     _checks.tensors(op, q, first=names[0], **{names[1]: k, names[2]: v}, alibi_slopes=alibi, s_aux=sinks)
+    _checks.given(op, **{names[1]: k, names[2]: v})
     for name, t, dims in zip(names, (q, k, v), (ndim, ndim + paged, ndim + paged)):
         if t.dim() != dims:
             raise ValueError(f"{op}: {name} must have {dims} dimensions, got shape {tuple(t.shape)}")

@@ -148,6 +148,7 @@ def grouped_mm(
 def _check(a, b, offs, bias, out_dtype):
     op = "grouped_mm"
     _checks.tensors(op, a, b=b, bias=bias, first="a")
+    _checks.given(op, b=b)
     if a.dtype != b.dtype:
         raise TypeError(f"{op}: b must have a's dtype {a.dtype}, got {b.dtype}")
     shapes = f"{tuple(a.shape)} and {tuple(b.shape)}"

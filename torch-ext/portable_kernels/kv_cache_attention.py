@@ -243,18 +243,21 @@ def flash_attn_with_kvcache(
     _checks.number(op, "softmax_scale", softmax_scale, optional=True)
     _checks.number(op, "softcap", softcap, low=0)
     _checks.flag(op, "causal", causal)
+    _checks.flag(op, "rotary_interleaved", rotary_interleaved)
+    if isinstance(num_splits, bool) or not isinstance(num_splits, int) or num_splits < 0:
+        raise ValueError(f"{op}: num_splits must be an integer of at least 0, got {num_splits!r}")
     check_window(op, window_size)
     left, right = _window(window_size, causal)
     seqlens, cached, new = _lengths(k_cache, k, cache_seqlens, block_table)
-    interleaved = bool(rotary_interleaved)
     if k is not None:
         _append(
-            k, v, k_cache, v_cache, rotary_cos, rotary_sin, seqlens, cache_batch_idx, block_table, cached, interleaved
-        )
+            k, v, k_cache, v_cache, rotary_cos, rotary_sin, seqlens, cache_batch_idx, block_table, cached,
+            rotary_interleaved,
+        )  # fmt: skip
     scale = 1.0 / math.sqrt(q.shape[-1]) if softmax_scale is None else float(softmax_scale)
     out, lse = _attend(
         q, k_cache, v_cache, rotary_cos, rotary_sin, seqlens, cache_batch_idx, cache_leftpad, block_table, alibi_slopes,
-        s_aux, cached, new, scale, left, right, float(softcap), interleaved, int(num_splits),
+        s_aux, cached, new, scale, left, right, float(softcap), rotary_interleaved, num_splits,
     )  # fmt: skip
     return (out, lse) if return_softmax_lse else out
 
@@ -264,6 +267,7 @@ def _check(op, q, k_cache, v_cache, k, v, cos, sin, seqlens, batch_idx, leftpad,
         op, q, first="q", k_cache=k_cache, v_cache=v_cache, k=k, v=v, rotary_cos=cos, rotary_sin=sin,
         alibi_slopes=alibi, s_aux=sinks,
     )  # fmt: skip
+    _checks.given(op, k_cache=k_cache, v_cache=v_cache)
     for name, t in (("q", q), ("k_cache", k_cache)):
         if t.dim() != 4:
             raise ValueError(f"{op}: {name} must have 4 dimensions, got shape {tuple(t.shape)}")

@@ -281,7 +281,7 @@ def matmul(
     """
     op = "matmul"
     _checks.tensors(op, a, first="a", b=b, bias=bias, residual=residual)
-    _given(op, b=b)
+    _checks.given(op, b=b)
     if not a.dim() or not b.dim():
         raise ValueError(f"{op}: a and b must have 1 or more dimensions, got shapes {_sizes(a)} and {_sizes(b)}")
     left, right = a.unsqueeze(0) if a.dim() == 1 else a, b.unsqueeze(1) if b.dim() == 1 else b
@@ -419,7 +419,7 @@ def _one_dtype(op, **tensors):
 
 
 def _layer_shapes(op, x, **weights):
-    _given(op, **weights)
+    _checks.given(op, **weights)
     if not x.dim():
         raise ValueError(f"{op}: x must have 1 or more dimensions, got shape ()")
     for name, weight in weights.items():
@@ -427,12 +427,6 @@ def _layer_shapes(op, x, **weights):
             raise ValueError(
                 f"{op}: {name} must have shape (N, {x.shape[-1]}) as x has {_sizes(x)}, got {_sizes(weight)}"
             )
-
-
-def _given(op, **tensors):
-    for name, t in tensors.items():
-        if t is None:
-            raise TypeError(f"{op}: {name} must be a tensor, got NoneType")
 
 
 def _sizes(t):
