@@ -1,6 +1,6 @@
 """Portable Triton kernels for training and inference, with PyTorch's semantics."""
 
-from . import layers, reductions
+from . import layers, patching, reductions
 from ._report import report
 from .activations import (
     gelu,
@@ -108,5 +108,6 @@ __all__ = [
     "flash_attn_with_kvcache",
     "reductions",
     "layers",
+    "patching",
     "report",
 ]

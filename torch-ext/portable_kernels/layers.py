@@ -90,6 +90,18 @@ def _over_shape(norm, x, shape, eps):
     return norm(x.flatten(-len(shape)), eps=eps).view(x.shape)
 
 
+def _rms_norm_to_weight(x, weight, bias, eps):
+    """Rows rounded to the dtype of a weight of 16 bits, then multiplied by it."""
+    if weight is None:
+        return rms_norm(x, None, eps)
+    if weight.dtype in (torch.float16, torch.bfloat16) and weight.dtype != x.dtype:
+        # The product is of what was rounded to the weight's dtype, which no rounding of rms_norm is.
+        y = rms_norm(x.float(), None, eps).to(weight.dtype) * weight
+        return y if bias is None else y + bias
+    x = x.to(torch.promote_types(x.dtype, weight.dtype))
+    return rms_norm(x, weight, eps, bias=bias, casting="before_weight")
+
+
 class RMSNorm(nn.Module):
     """transformers' RMSNorm classes, each with its own rounding, and torch.nn.RMSNorm."""
 
@@ -122,14 +134,7 @@ class DiffusersRMSNorm(nn.Module):
     can_torch_compile = True
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        if self.weight is None:
-            return rms_norm(hidden_states, None, self.eps)
-        if self.weight.dtype in (torch.float16, torch.bfloat16) and self.weight.dtype != hidden_states.dtype:
-            # The product is of what was rounded to the weight's dtype, which no rounding of rms_norm is.
-            y = rms_norm(hidden_states.float(), None, self.eps).to(self.weight.dtype) * self.weight
-            return y if self.bias is None else y + self.bias
-        h = hidden_states.to(torch.promote_types(hidden_states.dtype, self.weight.dtype))
-        return rms_norm(h, self.weight, self.eps, bias=self.bias, casting="before_weight")
+        return _rms_norm_to_weight(hidden_states, self.weight, self.bias, self.eps)
 
 
 class DiffusersGEGLU(nn.Module):
