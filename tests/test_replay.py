@@ -87,6 +87,19 @@ def test_global_settings_are_of_the_kind(replayed, device):
     assert f(a, b).dtype == torch.float32 and len(f.calls) == 2
 
 
+def test_precision_of_float32_is_of_the_kind(replayed, device):
+    f = replayed(lambda a, b: a @ b)
+    a, b = torch.randn(4, 4, device=device), torch.randn(4, 4, device=device)
+    before = torch.get_float32_matmul_precision()
+    try:
+        for precision in ("highest", "high", "highest", "high"):
+            torch.set_float32_matmul_precision(precision)
+            f(a, b)
+    finally:
+        torch.set_float32_matmul_precision(before)
+    assert len(f.calls) == 2
+
+
 def test_gradients_are_not_repeated_past(replayed, device):
     f = replayed(lambda x: x * 2)
     x = torch.randn(3, device=device)

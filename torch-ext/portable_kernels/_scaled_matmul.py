@@ -263,7 +263,7 @@ def scaled_matmul(a, b, scale_a, scale_b, bias, out_dtype, fast_accum, plan=None
     if plan is None:
         out_bytes, blocks = out_dtype.itemsize, bool(A_ROWS or B_ROWS)
         describable = AS is None and K > 0 and N * out_bytes % 16 == 0 and _describable(a) and _describable(b.t())
-        vendor = describable and _vendor_serves(a, b, scale_a, scale_b, bias, out_dtype)
+        vendor = describable and M * N > 0 and _vendor_serves(a, b, scale_a, scale_b, bias, out_dtype)
         plan = find_plan(device, a.dtype, b.dtype, M, N, K, fast_accum, blocks, describable, out_bytes, vendor)
     if plan.kind == "vendor":
         scales = scale_a.reshape(()), scale_b.reshape(())

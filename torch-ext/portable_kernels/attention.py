@@ -290,7 +290,8 @@ def scaled_dot_product_attention(
         query: (..., H, Sq, D), float64 | float32 | float16 | bfloat16.   key, value: (..., H, Sk, D), value of any D.
             Three dimensions are (B, S, D). Any strides: what has no unit last stride is copied first.
         attn_mask: broadcasts to (..., H, Sq, Sk). bool: True where a key is seen; of those float dtypes: added. It is
-            read where it lies; its gradient, where it requires one, has Sq * Sk elements a head.
+            read where it lies; its gradient, where it requires one, has Sq * Sk elements a head. A query that finite
+            numbers hide from every key sees their mean, as in torch; for exact gradients hide with -inf or a bool.
         dropout_p: probability of dropping a weight. The mask follows from one torch.randint on query's device.
         is_causal: query i sees keys up to i, whichever lengths they have.
         scale: None = D ** -0.5.
