@@ -124,26 +124,25 @@ def patching(kernel):
 def test_models(patching, device, name):
     """Loss, logits and every gradient; the report; and bit for bit what it was after unpatching."""
     model = model_of(name)
-    names = set(model.state_dict())
-    report = patching.patch_model(model)  # on the CPU: before it moves
-    assert counted(report) == REPLACED[name] and len(report.replaced) == sum(REPLACED[name].values())
+    plain = copy.deepcopy(model).to(device).train()
+    inputs = inputs_of(plain)
+    before = step(plain, inputs)
+    report = patching.patch_model(model, self_check=True)  # on the CPU, before it moves
+    assert counted(report) == REPLACED[name]
     assert f"replaced {len(report.replaced)}, kept {len(report.kept)}" in str(report)
-    patching.unpatch_model(model)
-    assert not any("forward" in vars(m) or "_loss_function" in vars(m) for m in model.modules())
+    assert model.state_dict().keys() == plain.state_dict().keys()
     model = model.to(device).train()
-    inputs = inputs_of(model)
-    before = step(model, inputs)
-    with patching.patch_model(model, self_check=True):
-        assert set(model.state_dict()) == names
-        loss, logits, gradients = step(model, inputs)
-        same(loss, before[0])
-        same_gradients(gradients, before[2])
-        assert (logits is None) == (FUSED in REPLACED[name] or "ViT" in name)
+    loss, logits, gradients = step(model, inputs)
+    same(loss, before[0])
+    same_gradients(gradients, before[2])
+    assert (logits is None) == (FUSED in REPLACED[name] or before[1] is None)
+    if before[1] is not None:
         with torch.no_grad():
             evaluated = model.eval()(**inputs)
-        same(evaluated[0], before[0] if "labels" in inputs else evaluated[0])
-        if before[1] is not None:
-            same(evaluated.logits, before[1])
+        same(evaluated.loss, before[0])
+        same(evaluated.logits, before[1])
+    patching.unpatch_model(model)
+    assert not any("forward" in vars(m) or "_loss_function" in vars(m) for m in model.modules())
     after = step(model.train(), inputs)
     assert torch.equal(after[0], before[0])
     assert all(torch.equal(after[2][k], g) for k, g in before[2].items())
@@ -162,8 +161,9 @@ def test_norms_keep_their_rounding(patching, device, name):
     assert (before == after).double().mean() > 0.9
 
 
-def test_training(patching, device):
-    """Twenty steps: the same curve."""
+def test_training(patching, device, on_kernels):
+    """Twenty steps, five in the interpreter: the same curve."""
+    steps = 5 if on_kernels and device.type == "cpu" else 20
     curves = []
     for patched in (False, True):
         torch.manual_seed(0)
@@ -172,19 +172,19 @@ def test_training(patching, device):
             patching.patch_model(model)
         optimizer = torch.optim.SGD(model.parameters(), 0.05)
         inputs, losses = inputs_of(model), []
-        for _ in range(20):
+        for _ in range(steps):
             losses.append(step(model, inputs)[0])
             optimizer.step()
         curves.append(torch.stack(losses))
         patching.unpatch_model(model)
-    assert curves[0][-1] < curves[0][0] - 0.1
+    assert curves[0][-1] < curves[0][0]
     torch.testing.assert_close(*curves, rtol=5e-5, atol=0)
 
 
 def test_generation(patching, device):
     model = model_of("Gemma3ForCausalLM", device).eval()
     ids = inputs_of(model)["input_ids"]
-    generate = functools.partial(model.generate, ids, max_new_tokens=4, do_sample=False, min_new_tokens=4)
+    generate = functools.partial(model.generate, ids, max_new_tokens=3, do_sample=False, min_new_tokens=3)
     before = generate()
     with patching.patch_model(model):
         assert torch.equal(generate(), before)
@@ -195,7 +195,7 @@ def test_deep_copy(patching, device):
     model = model_of("LlamaForCausalLM", device).train()
     inputs = inputs_of(model)
     plain = copy.deepcopy(model)
-    patching.patch_model(model)
+    patching.patch_model(model, ("rms_norm", "mlp", "loss"))
     first = step(model, inputs)
     other = copy.deepcopy(model)
     assert other.model.norm.forward.__self__ is other.model.norm
@@ -252,40 +252,39 @@ def test_fsdp(patching, one_process, wrap):
     """Of both kinds, each block on its own, on the CPU: weights are gathered before these forwards."""
     fsdp = importlib.import_module("torch.distributed.fsdp")
     cpu = one_process.init_device_mesh("cpu", (1,)) if wrap == "fully_shard" else None
-    for name in ("LlamaForCausalLM", "Olmo2ForCausalLM"):
-        model = model_of(name).train()
-        inputs = inputs_of(model)
-        expected = step(model, inputs)
-        model.zero_grad()
-        report = patching.patch_model(model)
-        assert counted(report) == REPLACED[name]
-        if wrap == "fully_shard":
-            for layer in model.model.layers:
-                fsdp.fully_shard(layer, mesh=cpu)
-            wrapped = fsdp.fully_shard(model, mesh=cpu)
-        else:
-            layer = type(model.model.layers[0])
-            policy = functools.partial(
-                importlib.import_module("torch.distributed.fsdp.wrap").transformer_auto_wrap_policy,
-                transformer_layer_cls={layer},
-            )
-            wrapped = fsdp.FullyShardedDataParallel(
-                model, auto_wrap_policy=policy, use_orig_params=True, device_id=torch.device("cpu")
-            )
-        loss = wrapped(**inputs).loss
-        loss.backward()
-        same(loss, expected[0])
-        found = {k.replace("_fsdp_wrapped_module.", ""): p.grad for k, p in wrapped.named_parameters()}
-        found = {k: g.full_tensor() if hasattr(g, "full_tensor") else g for k, g in found.items()}
-        same_gradients({k: g.view(expected[2][k].shape) for k, g in found.items()}, expected[2])
-        patching.unpatch_model(wrapped)
-        patching.unpatch_model(model)
+    name = "Olmo2ForCausalLM"
+    model = model_of(name).train()
+    inputs = inputs_of(model)
+    expected = step(model, inputs)
+    model.zero_grad()
+    report = patching.patch_model(model)
+    assert counted(report) == REPLACED[name]
+    if wrap == "fully_shard":
+        for layer in model.model.layers:
+            fsdp.fully_shard(layer, mesh=cpu)
+        wrapped = fsdp.fully_shard(model, mesh=cpu)
+    else:
+        layer = type(model.model.layers[0])
+        policy = functools.partial(
+            importlib.import_module("torch.distributed.fsdp.wrap").transformer_auto_wrap_policy,
+            transformer_layer_cls={layer},
+        )
+        wrapped = fsdp.FullyShardedDataParallel(
+            model, auto_wrap_policy=policy, use_orig_params=True, device_id=torch.device("cpu")
+        )
+    loss = wrapped(**inputs).loss
+    loss.backward()
+    same(loss, expected[0])
+    found = {k.replace("_fsdp_wrapped_module.", ""): p.grad for k, p in wrapped.named_parameters()}
+    found = {k: g.full_tensor() if hasattr(g, "full_tensor") else g for k, g in found.items()}
+    same_gradients({k: g.view(expected[2][k].shape) for k, g in found.items()}, expected[2])
+    patching.unpatch_model(wrapped)
+    patching.unpatch_model(model)
 
 
-@pytest.mark.parametrize("name", ["LlamaForCausalLM", "Gemma3ForCausalLM"])
-def test_compile(patching, device, name):
+def test_compile(patching, device):
     """Traced whole, in training with the loss and in evaluation."""
-    model = model_of(name, device).train()
+    model = model_of("Gemma3ForCausalLM", device).train()
     inputs = inputs_of(model)
     with patching.patch_model(model):
         compiled = torch.compile(model, fullgraph=True, backend="eager")
