@@ -101,7 +101,8 @@ def _kv_cache_append_kernel(
         page = pos // PAGE
         row = tl.load(table_ptr + b * table_strides[0] + page * table_strides[1], mask=room, other=-1).to(tl.int64)
         slot = tl.cast(pos % PAGE, tl.int64)
-    stored = mask & room & (row >= 0)
+    # Compared, not joined with `mask`: the interpreter makes an int32 of a scalar and a tile, which is no mask.
+    stored = (offs_h < tl.where(room & (row >= 0), H, 0))[:, None] & (offs_d < D)[None, :]
     head, lane = offs_h[:, None].to(tl.int64), offs_d[None, :]
     k_row = k_ptr + b * k_strides[0] + i * k_strides[1] + head * k_strides[2]
     k = tl.load(k_row + lane * k_strides[3], mask=mask, other=0.0)
