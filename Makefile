@@ -16,9 +16,12 @@ demo: build ## Load the package and hold every op, then a real sentence-embeddin
 	$(IN_VENV) examples/quickstart.py
 	$(IN_VENV) examples/minilm.py
 
+# Tests that launch nothing: once is enough.
+WITHOUT_KERNELS = test_build.py test_loading.py
+
 test: lint ## Run every test twice on the CPU: PyTorch's path, then the kernels in Triton's interpreter.
 	CUDA_VISIBLE_DEVICES= $(IN_VENV) -m pytest -n 2 --dist loadfile
-	CUDA_VISIBLE_DEVICES= TRITON_INTERPRET=1 $(IN_VENV) -m pytest -n 2 --dist loadfile
+	CUDA_VISIBLE_DEVICES= TRITON_INTERPRET=1 $(IN_VENV) -m pytest -n 2 --dist loadfile $(WITHOUT_KERNELS:%=--ignore=tests/%)
 
 lint: $(STAMP) ## Check the style with ruff.
 	$(IN_VENV) -m ruff check
