@@ -369,6 +369,18 @@ def test_loss(patching, device):
     patching.unpatch_model(model)
 
 
+@pytest.mark.parametrize("name, scaling", [("Granite", {"logits_scaling": 8.0}), ("Cohere", {"logit_scale": 0.25})])
+def test_scaled_logits(patching, device, name, scaling):
+    config = getattr(transformers, f"{name}Config")(**SIZES, **HEADS, **ENDS, **scaling)
+    model = getattr(transformers, f"{name}ForCausalLM")(config).to(device).train()
+    inputs = inputs_of(model)
+    expected = step(model, inputs)
+    assert counted(patching.patch_loss(model)) == {FUSED: 1, LOSS: 1}
+    found = step(model, inputs)
+    same(found[0], expected[0])
+    same_gradients(found[2], expected[2])
+
+
 def test_rotary_is_of_the_file(patching, device):
     """Two models of a file share the function, until the last is unpatched; so do they where it is a plain function."""
     file = importlib.import_module("transformers.models.llama.modeling_llama")

@@ -254,6 +254,7 @@ class CausalLM:
             lm_head_weight=self.lm_head.weight,
             lm_head_bias=self.lm_head.bias,
             final_logit_softcapping=getattr(self.config, "final_logit_softcapping", None),
+            logit_scale=getattr(self, "logit_scale", 1.0) / getattr(self.config, "logits_scaling", 1.0),
             **{k: kwargs[k] for k in names if k in kwargs},
         )
         return sys.modules["transformers.modeling_outputs"].CausalLMOutputWithPast(

@@ -400,6 +400,7 @@ class ForCausalLMLoss(nn.Module):
                 ignore_index=ignore_index,
                 reduction=reduction,
                 softcap=kwargs.get("final_logit_softcapping"),
+                logit_scale=kwargs.get("logit_scale", 1.0),
             )
         if torch.is_tensor(num_items_in_batch):  # on another device where each of several models has a part
             num_items_in_batch = num_items_in_batch.to(loss.device)
