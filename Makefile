@@ -12,9 +12,10 @@ help: ## List what can be made.
 	@sed -n 's/^\([a-z-]*\):[^#]*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 10
 
 demo: export LOCAL_KERNELS ?= org/portable-kernels=$(CURDIR)/build
-demo: build ## Load the package and hold every op, then a real sentence-embedding model, against PyTorch.
+demo: build ## Load the package and hold every op, then a sentence-embedding model and a small Llama, against PyTorch.
 	$(IN_VENV) examples/quickstart.py
 	$(IN_VENV) examples/minilm.py
+	$(IN_VENV) examples/llama.py
 
 # Tests that launch nothing: once is enough.
 WITHOUT_KERNELS = test_build.py test_loading.py

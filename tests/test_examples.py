@@ -95,3 +95,10 @@ def test_performance_page_is_what_was_measured():
     report = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(report)
     assert (EXAMPLES.parent / "docs" / "performance.md").read_text() == report.page(), "run python benchmarks/report.py"
+
+
+def test_llama(tmp_path):
+    pytest.importorskip("transformers")
+    output = run("llama.py", tmp_path)
+    assert "2 LlamaMLP, 2 SiLUActivation, 5 LlamaRMSNorm, rotary, attention" in output
+    assert "Generated the same tokens: True" in output and "The two agree within 1e-04." in output
