@@ -186,7 +186,7 @@ def test_generation(patching, device):
     ids = inputs_of(model)["input_ids"]
     generate = functools.partial(model.generate, ids, max_new_tokens=3, do_sample=False, min_new_tokens=3)
     before = generate()
-    with patching.patch_model(model):
+    with patching.patch_model(model, ("rms_norm", "mlp", "rotary")):
         assert torch.equal(generate(), before)
 
 
@@ -232,7 +232,7 @@ def test_pickle(patching, device):
 def test_state_dict(patching, device):
     model, other = model_of("LlamaForCausalLM", device).eval(), model_of("LlamaForCausalLM", device).eval()
     inputs = inputs_of(model, labels=False)
-    with patching.patch_model(model), torch.no_grad():
+    with patching.patch_model(model, ("rms_norm", "mlp")), torch.no_grad():
         model.load_state_dict(other.state_dict())
         found = model(**inputs).logits
     same(found, other(**inputs).logits)
@@ -322,14 +322,14 @@ def test_adapters(patching, device, order):
     """Projections and head that are more than their weights are called; the head's logits are then formed."""
     model = model_of("LlamaForCausalLM")
     if order == "patched first":
-        patching.patch_model(model)
+        patching.patch_model(model, ("mlp", "loss"))
     for parent in (model.model.layers[0].mlp, model.model.layers[0].self_attn, model):
         for name, child in list(parent.named_children()):
             if isinstance(child, nn.Linear):
                 setattr(parent, name, Adapted(child))
     model = model.to(device).train()
     if order == "adapted first":
-        assert counted(patching.patch_model(model))["swiglu", "projections called"] == 1
+        assert counted(patching.patch_model(model, ("mlp", "loss")))["swiglu", "projections called"] == 1
     inputs = inputs_of(model)
     found = step(model, inputs)
     assert found[1] is not None
@@ -574,9 +574,8 @@ def test_whatever_the_caller_is_in(patching, device):
     """Not read or moved: random numbers, modes, default dtype and device; weights may be meta."""
     model = nn.Sequential(nn.LayerNorm(16), nn.GELU(), nn.SiLU(), Unlike.RMSNorm())
     state = torch.get_rng_state()
-    contexts = [torch.no_grad, torch.inference_mode, lambda: torch.autocast("cpu"), lambda: torch.device("meta")]
-    for context in contexts:
-        with context():
+    for context in (torch.no_grad, torch.inference_mode, lambda: torch.device("meta")):
+        with context(), torch.autocast("cpu"):
             assert len(patching.patch_model(model).replaced) == 4
         patching.unpatch_model(model)
     torch.set_default_dtype(torch.float64)
