@@ -241,6 +241,7 @@ def test_offline_after_a_download(hub, downloaded):
     printed = run(AFTERWARDS, cache=downloaded[0])
     assert "Version 1 of 'org/portable-kernels' is not available in the local cache" in printed
     assert "Cannot find a local snapshot for org/portable-kernels (revision: 1111" in printed
+    assert WHOLE.splitlines()[-1] in (ROOT / "docs" / "integration.md").read_text()
     run(WHOLE, server=hub, cache=downloaded[0])
     assert run(AFTERWARDS, cache=downloaded[0]).count("loaded") == 2
 
