@@ -198,6 +198,15 @@ def test_slices_of_one_projection(hold, device):
     hold(*(t.transpose(1, 2).contiguous().transpose(1, 2) for t in (q, k, v)))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_last_key_that_all_of_a_tile_see(hold, device, dtype):
+    """A key before, and one after, where blocks of 16 to 128 keys begin."""
+    q, k, v = qkv(1, 3, 129, 1, 1, 16, dtype, device)
+    hold(q, k, v, causal=True)  # the first query sees keys up to 126
+    q, k, v = qkv(1, 3, 130, 1, 1, 16, dtype, device)
+    hold(q, k, v, window_size=(64, 2))  # the last query sees keys from 65
+
+
 @pytest.mark.parametrize("layout", ["strided", "expanded"])
 def test_strides_of_numbers_per_head(family, hold, device, layout):
     """Sinks, slopes and starts are read where they lie, too."""
