@@ -34,6 +34,8 @@ def pytest_configure(config):
 
     import torch
 
+    if hasattr(config, "workerinput"):  # a worker has one core: more threads wait for each other
+        torch.set_num_threads(1)
     # Makes torch fill what empty() returns with NaN: memory that no kernel wrote shows.
     torch.use_deterministic_algorithms(True, warn_only=True)
 
