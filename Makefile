@@ -5,7 +5,7 @@ VENV ?= .venv
 STAMP = $(VENV)/.requirements-dev
 IN_VENV = $(VENV)/bin/python
 
-.PHONY: help demo test lint build gpu-test bench clean
+.PHONY: help demo test lint build gpu-test bench portability clean
 .DEFAULT_GOAL = help
 
 help: ## List what can be made.
@@ -40,6 +40,9 @@ BENCHMARK = import sys; from unittest.mock import Mock; sys.modules['kernels.ver
 bench: ## Check and time every op against PyTorch, with the python3 that is there.
 	$(PYTHON) tools/build_local.py
 	$(PYTHON) -c "$(BENCHMARK)" benchmark .
+
+portability: $(STAMP) ## Compile every kernel for twelve GPUs that need not be there, into docs/portability.md: an hour.
+	$(IN_VENV) tools/portability.py
 
 clean: ## Remove what make has made.
 	rm -rf $(VENV) build .pytest_cache .ruff_cache .hypothesis
