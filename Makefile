@@ -5,7 +5,7 @@ VENV ?= .venv
 STAMP = $(VENV)/.requirements-dev
 IN_VENV = $(VENV)/bin/python
 
-.PHONY: help demo test lint build gpu-test bench portability clean
+.PHONY: help demo test lint build gpu-test bench sweep portability clean
 .DEFAULT_GOAL = help
 
 help: ## List what can be made.
@@ -40,6 +40,11 @@ BENCHMARK = import sys; from unittest.mock import Mock; sys.modules['kernels.ver
 bench: ## Check and time every op against PyTorch, with the python3 that is there.
 	$(PYTHON) tools/build_local.py
 	$(PYTHON) -c "$(BENCHMARK)" benchmark .
+
+sweep: ## Measure every op on an H200 beside PyTorch and its peers, into benchmarks/results/ and docs/performance.md.
+	$(PYTHON) tools/build_local.py
+	$(PYTHON) benchmarks/sweep.py build/torch-cuda --jobs 15 --host --json benchmarks/results/nvidia_h200_sweep.json
+	$(PYTHON) benchmarks/report.py
 
 portability: $(STAMP) ## Compile every kernel for twelve GPUs that need not be there, into docs/portability.md: an hour.
 	$(IN_VENV) tools/portability.py
