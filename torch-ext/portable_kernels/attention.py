@@ -186,7 +186,7 @@ def flash_attn_func(
     op = "flash_attn_func"
     _check(op, q, k, v, 4, dropout_p, softmax_scale, window_size, softcap, alibi_slopes, s_aux)
     _checks.flag(op, "causal", causal)
-    check_slopes(op, alibi_slopes, q.shape[0], q.shape[2])
+    _check_slopes(op, alibi_slopes, q.shape[0], q.shape[2])
     if q.shape[0] != k.shape[0] or k.shape[:-1] != v.shape[:-1]:
         raise ValueError(f"{op}: k and v must have shapes (B, Sk, Hk, D), got {tuple(k.shape)} and {tuple(v.shape)}")
     q, k, v = autocast(q, k, v)
@@ -253,7 +253,7 @@ def flash_attn_varlen_func(
     _check_starts(op, q, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
     _checks.shape(op, "cu_seqlens_k", cu_seqlens_k, cu_seqlens_q.shape)
     B = cu_seqlens_q.shape[0] - 1
-    check_slopes(op, alibi_slopes, B, q.shape[1])
+    _check_slopes(op, alibi_slopes, B, q.shape[1])
     rows_k = k.shape[0]
     if block_table is not None:
         _check_starts(op, q, 2, block_table=block_table)
@@ -378,16 +378,16 @@ def _check(op, q, k, v, ndim, dropout_p, scale, window, softcap, alibi, sinks, p
         raise ValueError(f"{op}: dropout_p must be in [0, 1], got {dropout_p}")
     _checks.number(op, "scale" if names[0] == "query" else "softmax_scale", scale, optional=True)
     _checks.number(op, "softcap", softcap, low=0)
-    check_window(op, window)
+    _check_window(op, window)
     _checks.shape(op, "s_aux", sinks, (H,))
 
 
-def check_window(op, window):
+def _check_window(op, window):
     if not (isinstance(window, (tuple, list)) and len(window) == 2 and all(isinstance(w, int) for w in window)):
         raise ValueError(f"{op}: window_size must be two integers (left, right), got {window!r}")
 
 
-def check_slopes(op, alibi, B, H):
+def _check_slopes(op, alibi, B, H):
     if alibi is not None and tuple(alibi.shape) not in ((H,), (B, H)):
         raise ValueError(f"{op}: alibi_slopes must have shape ({H},) or ({B}, {H}), got {tuple(alibi.shape)}")
 

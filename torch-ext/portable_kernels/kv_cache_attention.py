@@ -16,7 +16,7 @@ from . import _attention_decode, _checks
 from ._dispatch import undifferentiable
 from ._ops import add_op_namespace_prefix
 from ._rows import compute_dtype
-from .attention import check_slopes, check_window
+from .attention import _check_slopes, _check_window
 
 SECOND_ORDER = "refused"  # and the first: what decodes does not learn
 
@@ -246,7 +246,7 @@ def flash_attn_with_kvcache(
     _checks.flag(op, "rotary_interleaved", rotary_interleaved)
     if isinstance(num_splits, bool) or not isinstance(num_splits, int) or num_splits < 0:
         raise ValueError(f"{op}: num_splits must be an integer of at least 0, got {num_splits!r}")
-    check_window(op, window_size)
+    _check_window(op, window_size)
     left, right = _window(window_size, causal)
     seqlens, cached, new = _lengths(k_cache, k, cache_seqlens, block_table)
     if k is not None:
@@ -313,5 +313,5 @@ def _check(op, q, k_cache, v_cache, k, v, cos, sin, seqlens, batch_idx, leftpad,
         if cos.dim() != 2 or not 2 <= 2 * cos.shape[1] <= D:
             raise ValueError(f"{op}: rotary_cos must have shape (positions, at most {D // 2}), got {tuple(cos.shape)}")
         _checks.shape(op, "rotary_sin", sin, cos.shape)
-    check_slopes(op, alibi, B, H)
+    _check_slopes(op, alibi, B, H)
     _checks.shape(op, "s_aux", sinks, (H,))
