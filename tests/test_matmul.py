@@ -368,7 +368,7 @@ def test_invariance_by_environment(family, core, device, on_kernels, monkeypatch
     x = tensor((8, 16), device=device)
     family.linear(x, x)
     monkeypatch.setattr(family, "_INVARIANT", True)
-    family.linear(x, x), family.gated_linear(x, x, x)
+    family.linear(x[:4], x), family.gated_linear(x, x, x)  # not the kind of call that was: it would be repeated
     assert seen == [False, True, True]
 
 
