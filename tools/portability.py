@@ -86,7 +86,7 @@ def pretend(device, launch):
         if name.startswith("portable_kernels_compiled"):
             for attribute, value in (
                 ("launch", launch), ("facts", lambda _: device), ("runs_kernels", lambda _: True),
-                ("use_kernel", lambda _: True),
+                ("use_kernel", lambda _: True), ("is_plain", lambda _: True),
             ):  # fmt: skip
                 if hasattr(module, attribute) and not (attribute == "facts" and name.endswith("._device")):
                     setattr(module, attribute, value)
@@ -154,7 +154,7 @@ def compile_for(arch, ops, dtypes, say):
         if warps * warp > 1024:
             problems.append(f"{warps} warps of {warp} threads")
         small = any(getattr(a, "dtype", None) in (torch.float16, torch.bfloat16) for a in args)
-        if small and "dot(" in jitted.src and not MATRIX.search(assembly):
+        if small and arch != "sm75" and "dot(" in jitted.src and not MATRIX.search(assembly):
             problems.append("no matrix instructions")
         seen[compiled.hash] = True
         records.append(
@@ -214,6 +214,8 @@ def whole(archs, ops, dtypes, jobs):
             sys.exit(f"{arch}: the compiling process ended with {process.returncode}")
         found[arch] = json.loads(Path(path).read_text())
         os.unlink(path)
+        if not found[arch]:
+            sys.exit(f"{arch}: nothing was launched")
         problems = sum(bool(r["problems"]) for r in found[arch])
         print(f"{arch}: {len(found[arch])} kernels, {problems} with problems", flush=True)
     return found
@@ -243,7 +245,8 @@ def page(found):
 
 Written by `python tools/portability.py`, whose docstring says how, with Triton {triton.__version__}: no GPU was there.
 Numbers are of kernels that compile and fit; `spills` is the most that one of them spills (bytes on NVIDIA, registers on
-AMD). sm75 has no bfloat16, and is compiled for float16 in its place. A kernel of two ops counts once.
+AMD). sm75 has no bfloat16, and is compiled for float16 in its place; Triton uses none of its matrix instructions. A
+kernel of two ops counts once.
 
 | op | {" | ".join(found)} |
 |---|{"---|" * len(found)}
