@@ -33,7 +33,8 @@ def hold(family, device):
         expected, expected_lse = family.flash_attn_with_kvcache_reference(
             *wide, return_softmax_lse=True, **oracle_options
         )
-        assert_close(out, expected)
+        # The values that a mean is taken of are of order 1, and may cancel.
+        assert_close(out, expected, slack=16 * torch.finfo(out.dtype).eps if out.dtype == torch.float32 else 0.0)
         assert_close(lse, expected_lse, slack=16 * torch.finfo(lse.dtype).eps)  # peak and log of the sum may cancel
         if k is not None and cos is None:
             assert torch.equal(k_cache.cpu().double(), wide[1]) and torch.equal(v_cache.cpu().double(), wide[2])
