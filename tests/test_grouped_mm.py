@@ -232,6 +232,24 @@ def test_float32_precision(kernel, family, device, precision):
         torch.set_float32_matmul_precision(before)
 
 
+@pytest.mark.parametrize("turned", [(False, False), (False, True), (True, False), (True, True)])
+@pytest.mark.parametrize("form", ["rows", "shares"])
+def test_bulk_copies(family, internals, device, on_kernels, form, turned):
+    """Operands that lie either way, with groups that start at any place: copies in bulk start at 16 bytes."""
+    module = internals("_grouped_mm")
+    if not on_kernels or not (internals("_device").facts(device).descriptors or device.type == "cpu"):
+        pytest.skip("no descriptors on this device")
+    a, b = operands(form, torch.bfloat16, device, G=5, T=200, M=16, N=40, K=24)
+    a, b = (t.mT.contiguous().mT if turn else t for t, turn in zip((a, b), turned))
+    offs = torch.tensor([3, 3, 12, 77, 179], device=device)
+    expected = family.grouped_mm_reference(a.cpu().double(), b.cpu().double(), offs=offs.cpu())
+    (a if form == "rows" else b)[179:] = float("nan")
+    out = torch.empty(expected.shape, dtype=a.dtype, device=device)
+    plan = module.Plan("descriptor", 64, 64, 32, num_warps=4, num_stages=2)
+    (module.rows_in_groups if form == "rows" else module.shares_of_k)(a, b, offs, None, out, plan)
+    assert_close(out, expected)
+
+
 # How the op behaves.
 
 

@@ -52,13 +52,16 @@ def _bounds(offs_ptr, group, groups, size):
 @triton.jit(do_not_specialize=["size", "groups", "places"])
 def _grouped_mm_fwd_kernel_places(
     offs_ptr, place_ptr, out_ptr, size, groups, places, N, out_strides,
-    BLOCK_M: tl.constexpr, GROUPS: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
+    BLOCK_M: tl.constexpr, ALIGN: tl.constexpr, GROUPS: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """(group, first row, end of the group) of each row of tiles, how many there are, and zeros past the last group."""
+    """(group, first row, the group's start and end) of each row of tiles, how many there are, and zeros past the last
+    group. Tiles begin at a multiple of ALIGN, which may be in the group before.
+    """
     pid = tl.program_id(0)
     group = tl.arange(0, GROUPS)
     start, end = _bounds(offs_ptr, group, groups, size)
-    tiles = tl.where(group < groups, (end - start + BLOCK_M - 1) // BLOCK_M, 0)
+    begin = start // ALIGN * ALIGN
+    tiles = tl.where((group < groups) & (start < end), (end - begin + BLOCK_M - 1) // BLOCK_M, 0)
     upto = tl.cumsum(tiles, axis=0)
     if pid == 0:  # offsets that fall could make more places than there is room for
         tl.store(place_ptr, tl.minimum(tl.max(upto, axis=0), places))
@@ -66,17 +69,18 @@ def _grouped_mm_fwd_kernel_places(
     if pid * CHUNK < places:
         mine = tl.sum((upto[None, :] <= place[:, None]).to(tl.int32), axis=1)
         here = group[None, :] == mine[:, None]
-        row = tl.sum(tl.where(here, (start - (upto - tiles) * BLOCK_M)[None, :], 0), axis=1) + place * BLOCK_M
+        row = tl.sum(tl.where(here, (begin - (upto - tiles) * BLOCK_M)[None, :], 0), axis=1) + place * BLOCK_M
         mask = place < places
-        tl.store(place_ptr + 1 + place * 3, mine, mask=mask)
-        tl.store(place_ptr + 2 + place * 3, row, mask=mask)
-        tl.store(place_ptr + 3 + place * 3, tl.sum(tl.where(here, end[None, :], 0), axis=1), mask=mask)
+        tl.store(place_ptr + 1 + place * 4, mine, mask=mask)
+        tl.store(place_ptr + 2 + place * 4, row, mask=mask)
+        tl.store(place_ptr + 3 + place * 4, tl.sum(tl.where(here, start[None, :], 0), axis=1), mask=mask)
+        tl.store(place_ptr + 4 + place * 4, tl.sum(tl.where(here, end[None, :], 0), axis=1), mask=mask)
     first = tl.sum(tl.where(group == groups, start, 0), axis=0)
     offs_n = tl.arange(0, BLOCK)
     for row in range(first + pid, size, tl.num_programs(0)):
         out_row = out_ptr + tl.cast(row, tl.int64) * out_strides[0]
-        for begin in range(0, N, BLOCK):
-            cols = tl.cast(begin + offs_n, tl.int64)
+        for n in range(0, N, BLOCK):
+            cols = tl.cast(n + offs_n, tl.int64)
             tl.store(out_row + cols * out_strides[1], tl.zeros((BLOCK,), out_ptr.dtype.element_ty), mask=cols < N)
 
 
@@ -120,9 +124,10 @@ def _grouped_mm_fwd_kernel_rows(
     offs_k = tl.arange(0, BLOCK_K)
     for tile in tl.range(tl.program_id(0), tiles_m * tiles_n, tl.num_programs(0), flatten=FLATTEN):
         pid_m, pid_n = tile_of(tile, tiles_m, tiles_n, GROUP_M)
-        group = tl.load(place_ptr + 1 + pid_m * 3).to(tl.int64)
-        first_m = tl.load(place_ptr + 2 + pid_m * 3)
-        end = tl.load(place_ptr + 3 + pid_m * 3)
+        group = tl.load(place_ptr + 1 + pid_m * 4).to(tl.int64)
+        first_m = tl.load(place_ptr + 2 + pid_m * 4)
+        start = tl.load(place_ptr + 3 + pid_m * 4)
+        end = tl.load(place_ptr + 4 + pid_m * 4)
         first_n = pid_n * BLOCK_N
         offs_m = tl.cast(first_m, tl.int64) + tl.arange(0, BLOCK_M)
         offs_n = tl.cast(first_n, tl.int64) + tl.arange(0, BLOCK_N)
@@ -138,7 +143,7 @@ def _grouped_mm_fwd_kernel_rows(
             acc = dot(a, b, acc, PRECISION)
         acc = _bias(acc, bias_ptr, bias_strides, group, offs_n, N)
         out = out_ptr + (offs_m * out_strides[0])[:, None] + (offs_n * out_strides[1])[None, :]
-        mask = (offs_m < end)[:, None] & (offs_n < N)[None, :]
+        mask = ((offs_m >= start) & (offs_m < end))[:, None] & (offs_n < N)[None, :]
         tl.store(out, round_to(acc, out_ptr.dtype.element_ty), mask=mask)
 
 
@@ -147,9 +152,11 @@ def _grouped_mm_fwd_kernel_shares(
     a_desc, b_desc, a_ptr, b_ptr, offs_ptr, bias_ptr, out_ptr, M, N, K, groups, tiles_m, tiles_n,
     a_strides, b_strides, bias_strides,
     A_TURNED: tl.constexpr, B_TURNED: tl.constexpr, PRECISION: tl.constexpr, COMPUTE: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
+    ALIGN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
 ):  # fmt: skip
-    """Programs that walk the tiles of all groups' (M, N), sums over the group's share of K."""
+    """Programs that walk the tiles of all groups' (M, N), sums over the group's share of K, read from a multiple of
+    ALIGN on. What lies in a tile before the group's start or past its end is another's, and may be NaN.
+    """
     tiles = tiles_m * tiles_n
     offs_k = tl.arange(0, BLOCK_K)
     for tile in tl.range(tl.program_id(0), groups * tiles, tl.num_programs(0)):
@@ -161,13 +168,22 @@ def _grouped_mm_fwd_kernel_shares(
         offs_n = tl.cast(first_n, tl.int64) + tl.arange(0, BLOCK_N)
         mask_m, mask_n = (offs_m < M)[:, None], (offs_n < N)[None, :]
         acc = tl.zeros((BLOCK_M, BLOCK_N), COMPUTE)
-        whole = start + (end - start) // BLOCK_K * BLOCK_K
-        for k in range(start, whole, BLOCK_K):
+        first = start // ALIGN * ALIGN
+        if first < start:
+            ks = tl.cast(first + offs_k, tl.int64)
+            mask_k = (ks >= start) & (ks < end)
+            mask_a, mask_b = mask_m & mask_k[None, :], mask_k[:, None] & mask_n
+            a = _load(a_desc, a_ptr, a_strides, 0, first_m, first, offs_m, ks, mask_a, A_TURNED, False)
+            b = _load(b_desc, b_ptr, b_strides, 0, first, first_n, ks, offs_n, mask_b, B_TURNED, False)
+            acc = dot(tl.where(mask_a, a, 0.0), tl.where(mask_b, b, 0.0), acc, PRECISION)
+            first += BLOCK_K
+        whole = first + tl.maximum(end - first, 0) // BLOCK_K * BLOCK_K
+        for k in range(first, whole, BLOCK_K):
             ks = tl.cast(k + offs_k, tl.int64)
             a = _load(a_desc, a_ptr, a_strides, 0, first_m, k, offs_m, ks, mask_m, A_TURNED, False)
             b = _load(b_desc, b_ptr, b_strides, 0, k, first_n, ks, offs_n, mask_n, B_TURNED, False)
             acc = dot(a, b, acc, PRECISION)
-        if whole < end:  # what lies past the group's end is another's, and may be NaN
+        if whole < end:
             ks = tl.cast(whole + offs_k, tl.int64)
             mask_a, mask_b = mask_m & (ks < end)[None, :], (ks < end)[:, None] & mask_n
             a = _load(a_desc, a_ptr, a_strides, 0, first_m, whole, offs_m, ks, mask_a, A_TURNED, False)
@@ -195,6 +211,13 @@ def _descriptor(t, rows, columns, turned):
     if turned:
         t, rows, columns = t.mT, columns, rows
     return TensorDescriptor.from_tensor(t, [1] * (t.dim() - 2) + [rows, columns])
+
+
+def _align(t, plan, inner):
+    """What the tiles of a group begin at multiples of. Copies in bulk begin at 16 bytes of what lies contiguous, which
+    a group need not: inner says whether groups divide that.
+    """
+    return 16 // t.element_size() if plan.kind == "descriptor" and inner else 1
 
 
 def find_plan(device, dtype, groups, M, N, K, describable):
@@ -238,16 +261,17 @@ def rows_in_groups(a, b, offs, bias, out, plan=None):
     device = facts(a.device)
     turned = _turned(a), _turned(b)
     plan = plan or _plan(device, a, "rows", cdiv(T, max(G, 1)), N, K, turned)
-    places = cdiv(T, plan.BLOCK_M) + G
+    align = _align(a, plan, turned[0])
+    places = cdiv(T + (align - 1) * G, plan.BLOCK_M) + G
     groups = next_power_of_2(G + 1)
     chunk = max(min(4096 // groups, next_power_of_2(places)), 1)
-    place = torch.empty(1 + 3 * places, dtype=torch.int32, device=a.device)
+    place = torch.empty(1 + 4 * places, dtype=torch.int32, device=a.device)
     launch(
         _grouped_mm_fwd_kernel_places,
         (max(cdiv(places, chunk), device.multiprocessors),),
         a.device,
         (offs, place, out, T, G, places, N, out.stride()),
-        BLOCK_M=plan.BLOCK_M, GROUPS=groups, CHUNK=chunk, BLOCK=1024, num_warps=4,
+        BLOCK_M=plan.BLOCK_M, ALIGN=align, GROUPS=groups, CHUNK=chunk, BLOCK=1024, num_warps=4,
     )  # fmt: skip
     if not G:
         return out
@@ -273,12 +297,13 @@ def shares_of_k(a, b, offs, bias, out, plan=None):
     tiles_m, tiles_n = cdiv(M, plan.BLOCK_M), cdiv(N, plan.BLOCK_N)
     options = _options(a, plan, turned, precision_of(a.dtype, device))
     del options["FLATTEN"]
+    align = _align(a, plan, not turned[0] or turned[1])
     launch(
         _grouped_mm_fwd_kernel_shares,
         (min(G * tiles_m * tiles_n, device.multiprocessors * plan.PER_SM),),
         a.device,
         (*_operands(a, b, plan, turned), offs, bias, out, M, N, K, G, tiles_m, tiles_n,
          (0, *a.stride()), (0, *b.stride()), (0, 0) if bias is None else bias.stride()),
-        **options,
+        ALIGN=align, **options,
     )  # fmt: skip
     return out

@@ -87,6 +87,11 @@ def turned(t, strides, rows, cols):
     return turn
 
 
+def vendor_takes(g):
+    """Whether sizes and steps are numbers of 32 bits, as vendors' libraries have them."""
+    return max(g.M, g.N, g.K, *g.a[2:], *g.b[2:], *g.b2[2:]) < 2**31 - 1
+
+
 def _batched(strides, outer, inner):
     """Whether an operand has a matrix for each product, or one for all; None for neither."""
     own = [stride != 0 for stride, size in zip(strides, (outer, inner)) if size > 1]
@@ -201,7 +206,9 @@ def run(g, a, b, b2, y, z, z2, bias, residual, how, plan):
             "turned": g.b[2] == 1, "whole": g.N % 8 == 0, "precision": precision,
             "out_bytes": y.element_size() if residual is None else 4,  # a residual is turned as float32
             "act": how.activation is not None or residual is not None,
-            "vendor": y.dtype == a.dtype and (a.dtype != torch.float32 or (how.precision or by_torch) == by_torch),
+            "vendor": vendor_takes(g)
+            and y.dtype == a.dtype
+            and (a.dtype != torch.float32 or (how.precision or by_torch) == by_torch),
         }  # fmt: skip
         if _tuning.AUTOTUNE and not how.invariant:
             again = functools.partial(run, g, a, b, b2, y, z, z2, bias, residual, how)

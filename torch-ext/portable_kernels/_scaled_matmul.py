@@ -248,6 +248,7 @@ def _vendor_serves(a, b, scale_a, scale_b, bias, out_dtype):
         and a.is_contiguous()
         and b.t().is_contiguous()
         and a.shape[1] % 16 == b.shape[1] % 16 == 0
+        and max(*a.shape, b.shape[1]) < 2**31 - 1
         and not a.dtype == b.dtype == torch.float8_e5m2
         and (bias is None or (bias.dtype == out_dtype != torch.float32 and bias.is_contiguous()))
     )
