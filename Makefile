@@ -18,7 +18,7 @@ demo: build ## Load the package and hold every op, then a sentence-embedding mod
 	$(IN_VENV) examples/llama.py
 
 # Tests that launch nothing: once is enough.
-WITHOUT_KERNELS = test_build.py test_loading.py test_portability.py
+WITHOUT_KERNELS = test_benchmarks.py test_build.py test_loading.py test_portability.py
 
 test: lint ## Run every test twice on the CPU: PyTorch's path, then the kernels in Triton's interpreter.
 	CUDA_VISIBLE_DEVICES= $(IN_VENV) -m pytest -n 2 --dist loadfile
