@@ -4,6 +4,8 @@ A registered op costs tens of microseconds a call that a plain launch does not; 
 compilers, tracers, modes and transforms. `differentiable` gives an op both, with one derivative for the two.
 """
 
+import functools
+
 import torch
 
 from ._device import runs_kernels, watching
@@ -28,6 +30,7 @@ def _probe(find, missing):
 _dispatch_modes = _probe(lambda: torch._C._len_torch_dispatch_stack, 1)
 transforms = _probe(lambda: torch._C._are_functorch_transforms_active, True)
 _jit_tracing = _probe(lambda: torch._C._get_tracing_state, True)
+_autocast = _probe(lambda: torch._C._is_any_autocast_enabled, True)
 _old_batched = _probe(lambda: torch._C._functorch.is_legacy_batchedtensor, True)  # is_grads_batched
 
 
@@ -85,7 +88,7 @@ def differentiable(op, reference, setup_context=None, backward=None, *, like=Non
     def direct(*args):
         if use_kernel(args[0]):
             return body(*args)
-        results = reference(*args)
+        results = _as_given(reference, args)
         model = None if like is None else like(*args) if callable(like) else args[like]
         return tuple(_lay(t, model) for t in results) if isinstance(results, tuple) else _lay(results, model)
 
@@ -133,7 +136,7 @@ def undifferentiable(op, reference, mutates=()):
     def direct(*args):
         if use_kernel(args[0]):
             return body(*args)
-        results = reference(*args)
+        results = _as_given(reference, args)
         return tuple(t.contiguous() for t in results) if isinstance(results, tuple) else results
 
     op.register_kernel("cpu")(direct)
@@ -162,6 +165,14 @@ def _lay(t, model):
     return t if t.stride() == out.stride() else out.copy_(t)
 
 
+def _as_given(reference, args):
+    """What the reference gives, its products in the dtypes that it asks for: what autocast casts is cast by now."""
+    if not _autocast():
+        return reference(*args)
+    with torch.autocast(args[0].device.type, enabled=False):
+        return reference(*args)
+
+
 def _wants_grad(args):
     if torch.is_grad_enabled():
         for t in args:
@@ -188,7 +199,7 @@ def _second_order(reference):
             full = iter(full)
             return reference(*(next(full) if r is None else r[0] for r in ctx.rest))
 
-        results, vjp = torch.func.vjp(of_wanted, *(saved[i] for i in wanted))
+        results, vjp = _as_given(functools.partial(torch.func.vjp, of_wanted), [saved[i] for i in wanted])
         given = iter(vjp(grads if isinstance(results, tuple) else grads[0]))
         needed = iter(ctx.needs_input_grad)
         return tuple(next(given) if next(needed) else None for r in ctx.rest)

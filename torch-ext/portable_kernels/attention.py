@@ -325,15 +325,11 @@ def scaled_dot_product_attention(
     _checks.flag(op, "enable_gqa", enable_gqa)
     mask = _mask(op, attn_mask, query, key, is_causal)
     if not use_kernel(query) and not dropout_p and (mask is None or mask.dtype in (torch.bool, query.dtype)):
-        return torch.nn.functional.scaled_dot_product_attention(
-            query,
-            key,
-            value,
-            attn_mask if mask is None else torch.atleast_2d(attn_mask),
-            is_causal=is_causal,
-            scale=scale,
-            enable_gqa=enable_gqa,
-        )
+        out = torch.nn.functional.scaled_dot_product_attention(
+            query, key, value, attn_mask if mask is None else torch.atleast_2d(attn_mask), is_causal=is_causal,
+            scale=scale, enable_gqa=enable_gqa,
+        )  # fmt: skip
+        return out.transpose(-3, -2).contiguous().transpose(-3, -2)
     out, _ = _attention(
         q, k, v, None, None, None, mask, None, None, _seed(q, dropout_p), q.shape[1], k.shape[1], _scale(q, scale),
         -1, 0 if is_causal else -1, True, 0.0, float(dropout_p),

@@ -247,8 +247,9 @@ def _setup_context(ctx, inputs, output):
 def _backward(ctx, dy, ds, _):
     added = ctx.residual_dtype is not None
     needs = ctx.needs_input_grad[2:6]
-    dh, dx, *rest = _modulated_norm_bwd(dy, ds if added else None, *ctx.saved_tensors, *ctx.params, *needs)
-    dx = (dh if ctx.saved_tensors[2] is None else dx).to(ctx.dtype)
+    saved = ctx.saved_tensors  # once: activation checkpointing unpacks no tensor twice
+    dh, dx, *rest = _modulated_norm_bwd(dy, ds if added else None, *saved, *ctx.params, *needs)
+    dx = (dh if saved[2] is None else dx).to(ctx.dtype)
     dr = dh.to(ctx.residual_dtype) if added else None
     return dx, dr, *(t if need else None for t, need in zip(rest, needs)), None, None
 
