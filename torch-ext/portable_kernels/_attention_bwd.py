@@ -127,7 +127,7 @@ def _attention_bwd_kernel_queries(
     offs_n = tl.arange(0, BLOCK_N)
     slope = None
     if alibi_ptr is not None:
-        slope = tl.load(alibi_ptr + b64 * alibi_strides[0] + h * alibi_strides[1]).to(tl.float32)
+        slope = tl.load(alibi_ptr + b64 * alibi_strides[0] + h64 * alibi_strides[1]).to(tl.float32)
     factor = LOG2E
     if FOLD:
         factor = scale * LOG2E
@@ -234,7 +234,7 @@ def _attention_bwd_kernel_keys(
         if mask_ptr is not None:
             mask_head = mask_ptr + (b64 * mask_strides[0] + h64 * mask_strides[1])
         if alibi_ptr is not None:
-            slope = tl.load(alibi_ptr + b64 * alibi_strides[0] + h * alibi_strides[1]).to(tl.float32)
+            slope = tl.load(alibi_ptr + b64 * alibi_strides[0] + h64 * alibi_strides[1]).to(tl.float32)
         for part in tl.static_range(3):
             for m in tl.range(edges[part], edges[part + 1], BLOCK_M, num_stages=STAGES):
                 i = m + offs_m

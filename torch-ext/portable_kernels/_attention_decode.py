@@ -93,13 +93,13 @@ def _kv_cache_append_kernel(
         cached = tl.minimum(tl.load(seqlens_ptr + b), 1 << 30).to(tl.int32)  # of int64, more than int32 holds
     pos = cached + i
     room = (pos >= 0) & (pos < capacity)
-    b = tl.cast(b, tl.int64)
+    b, i = tl.cast(b, tl.int64), tl.cast(i, tl.int64)
     if table_ptr is None:
         row = b if batch_ptr is None else tl.load(batch_ptr + b).to(tl.int64)
         slot = tl.cast(pos, tl.int64)
     else:
-        page = pos // PAGE
-        row = tl.load(table_ptr + b * table_strides[0] + page * table_strides[1], mask=room, other=-1).to(tl.int64)
+        entry = table_ptr + b * table_strides[0] + tl.cast(pos // PAGE, tl.int64) * table_strides[1]
+        row = tl.load(entry, mask=room, other=-1).to(tl.int64)
         slot = tl.cast(pos % PAGE, tl.int64)
     # Compared, not joined with `mask`: the interpreter makes an int32 of a scalar and a tile, which is no mask.
     stored = (offs_h < tl.where(room & (row >= 0), H, 0))[:, None] & (offs_d < D)[None, :]
@@ -186,7 +186,7 @@ def _decode_fwd_kernel(
     k_ptr += tl.cast(head, tl.int64) * k_strides[2]
     v_ptr += tl.cast(head, tl.int64) * v_strides[2]
     if alibi_ptr is not None:
-        slopes = alibi_ptr + b * alibi_strides[0] + offs_h * alibi_strides[1]
+        slopes = alibi_ptr + b * alibi_strides[0] + offs_h.to(tl.int64) * alibi_strides[1]
         slope = tl.load(slopes, mask=mask_m, other=0.0).to(COMPUTE) * LOG2E
 
     peak = tl.full((BLOCK_M,), float("-inf"), COMPUTE)
@@ -204,7 +204,7 @@ def _decode_fwd_kernel(
             k_row = k_ptr + offs_n.to(tl.int64) * k_strides[1]
             v_row = v_ptr + offs_n.to(tl.int64) * v_strides[1]
         else:
-            entry = table_ptr + b * table_strides[0] + offs_n // PAGE * table_strides[1]
+            entry = table_ptr + b * table_strides[0] + (offs_n // PAGE).to(tl.int64) * table_strides[1]
             page = tl.load(entry, mask=mask_n, other=0).to(tl.int64)
             slot = (offs_n % PAGE).to(tl.int64)
             k_row = k_ptr + page * k_strides[0] + slot * k_strides[1]
@@ -235,7 +235,7 @@ def _decode_fwd_kernel(
 
     acc = acc * (1.0 / tl.where(total == 0.0, 1.0, total))[:, None]
     lse = (tl.where(peak == float("-inf"), 0.0, peak) + tl.log2(total)) / LOG2E
-    part = split * B + b
+    part = tl.cast(split, tl.int64) * B + b
     o_row = o_ptr + ((part * S + token) * (H * GROUP) + offs_h)[:, None] * D
     tl.store(o_row + offs_d[None, :], round_to(acc, o_ptr.dtype.element_ty), mask=mask_q)
     tl.store(lse_ptr + (part * (H * GROUP) + offs_h) * S + token, lse, mask=mask_m)

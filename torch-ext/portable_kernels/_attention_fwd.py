@@ -117,7 +117,7 @@ def _attention_fwd_kernel(
     offs_n = tl.arange(0, BLOCK_N)
     slope = None
     if alibi_ptr is not None:
-        slope = tl.load(alibi_ptr + b64 * alibi_strides[0] + h * alibi_strides[1]).to(tl.float32)
+        slope = tl.load(alibi_ptr + b64 * alibi_strides[0] + h.to(tl.int64) * alibi_strides[1]).to(tl.float32)
     m = tl.full((BLOCK_M,), LOWEST, tl.float32)
     total = tl.zeros((BLOCK_M,), tl.float32)
     if sinks_ptr is not None:
@@ -178,7 +178,7 @@ def _attention_fwd_kernel(
     lse = (m * LN2 if FOLD else m) + tl.log(total)  # -inf where no key was seen
     acc *= (keep_scale / tl.where(total == 0.0, 1.0, total))[:, None]
     row = i.to(tl.int64)
-    tl.store(lse_ptr + b64 * lse_strides[0] + h * lse_strides[1] + first_q + row, lse, mask=i < Sq)
+    tl.store(lse_ptr + b64 * lse_strides[0] + h.to(tl.int64) * lse_strides[1] + first_q + row, lse, mask=i < Sq)
     o_ptr += b64 * o_strides[0] + h.to(tl.int64) * o_strides[1] + first_q * o_strides[2]
     offs_d = tl.arange(0, BLOCK_DV)
     tl.store(

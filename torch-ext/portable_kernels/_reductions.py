@@ -404,7 +404,7 @@ def _cumsum_fwd_kernel(
         offs_s = tl.arange(0, BLOCK_S)
         others = (offs_s > split) & (offs_s < tl.num_programs(1)) if REVERSE else offs_s < split
         part = ((a * B + b) * M + offs_m)[:, None] + tl.cast(offs_s, tl.int64)[None, :] * rows
-        carry += tl.sum(tl.load(sums_ptr + part, mask=mask_m[:, None] & others[None, :], other=0), axis=1)
+        carry += tl.sum(tl.load(sums_ptr + part, mask=mask_m[:, None] & others[None, :], other=0).to(COMPUTE), axis=1)
     low = tl.zeros((BLOCK_M,), COMPUTE)  # what additions to carry have rounded away (Knuth's two-sum)
     first = split * split_steps
     last = tl.minimum(first + split_steps, steps)
