@@ -245,7 +245,7 @@ def test_bulk_copies(family, internals, device, on_kernels, form, turned):
     expected = family.grouped_mm_reference(a.cpu().double(), b.cpu().double(), offs=offs.cpu())
     (a if form == "rows" else b)[179:] = float("nan")
     out = torch.empty(expected.shape, dtype=a.dtype, device=device)
-    plan = module.Plan("descriptor", 64, 64, 32, num_warps=4, num_stages=2)
+    plan = module.Plan("descriptor", 64, 64, 32, num_warps=4, num_stages=2, SUBTILES=2)
     (module.rows_in_groups if form == "rows" else module.shares_of_k)(a, b, offs, None, out, plan)
     assert_close(out, expected)
 
@@ -262,7 +262,7 @@ def test_plans(internals):
         for kind in ("rows", "shares"):
             for M in (1, 64, 4096):
                 plan = module.find_plan(unknown, dtype, kind, M, 512, 512, False)
-                assert plan.kind == "pointer" and module.fits(plan, unknown, dtype)
+                assert plan.kind == "pointer" and module.fits(plan, unknown, dtype, groups=kind)
                 for describable in (False, True):
                     plan = module.find_plan(h200, dtype, kind, M, 512, 512, describable)
                     assert describable or plan.kind == "pointer"

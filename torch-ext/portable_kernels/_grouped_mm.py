@@ -11,7 +11,7 @@ import torch
 from . import _tuning
 from ._device import facts, float32_precision, launch
 from ._rows import compute_dtype
-from ._tiles import dot, tile_of
+from ._tiles import columns, dot, tile_of
 from ._triton import TensorDescriptor, cdiv, next_power_of_2, round_to, tl, triton, triton_dtype
 
 
@@ -27,12 +27,15 @@ class Plan(NamedTuple):
     GROUP_M: int = 8
     FLATTEN: bool = False
     PER_SM: int = 1  # programs that share a multiprocessor
+    SUBTILES: int = 1  # parts that a tile of a product over shares of K is stored in
 
 
-def fits(plan, device, dtype, **sizes):
+def fits(plan, device, dtype, *, groups, **sizes):
     if plan.kind == "descriptor" and not device.descriptors:
         return False
     used = _tuning.shared_bytes(plan.BLOCK_M, plan.BLOCK_N, plan.BLOCK_K, plan.num_stages, dtype.itemsize)
+    if plan.kind == "descriptor" and groups == "shares":  # the part of a tile that is stored
+        used += plan.BLOCK_M * plan.BLOCK_N // plan.SUBTILES * dtype.itemsize + 1024
     return used <= device.shared_memory and plan.num_warps <= device.max_warps
 
 
@@ -149,10 +152,11 @@ def _grouped_mm_fwd_kernel_rows(
 
 @triton.jit(do_not_specialize=["K", "groups", "tiles_m", "tiles_n"])
 def _grouped_mm_fwd_kernel_shares(
-    a_desc, b_desc, a_ptr, b_ptr, offs_ptr, bias_ptr, out_ptr, M, N, K, groups, tiles_m, tiles_n,
+    a_desc, b_desc, a_ptr, b_ptr, offs_ptr, bias_ptr, out_desc, out_ptr, M, N, K, groups, tiles_m, tiles_n,
     a_strides, b_strides, bias_strides,
     A_TURNED: tl.constexpr, B_TURNED: tl.constexpr, PRECISION: tl.constexpr, COMPUTE: tl.constexpr,
     ALIGN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
+    SUBTILES: tl.constexpr,
 ):  # fmt: skip
     """Programs that walk the tiles of all groups' (M, N), sums over the group's share of K, read from a multiple of
     ALIGN on. What lies in a tile before the group's start or past its end is another's, and may be NaN.
@@ -189,9 +193,16 @@ def _grouped_mm_fwd_kernel_shares(
             a = _load(a_desc, a_ptr, a_strides, 0, first_m, whole, offs_m, ks, mask_a, A_TURNED, False)
             b = _load(b_desc, b_ptr, b_strides, 0, whole, first_n, ks, offs_n, mask_b, B_TURNED, False)
             acc = dot(tl.where(mask_a, a, 0.0), tl.where(mask_b, b, 0.0), acc, PRECISION)
-        acc = _bias(acc, bias_ptr, bias_strides, group, offs_n, N)
-        out = out_ptr + group * M * N + (offs_m * N)[:, None] + offs_n[None, :]
-        tl.store(out, round_to(acc, out_ptr.dtype.element_ty), mask=mask_m & mask_n)
+        for part in tl.static_range(SUBTILES):
+            at_n = first_n + part * (BLOCK_N // SUBTILES)
+            offs_n = tl.cast(at_n, tl.int64) + tl.arange(0, BLOCK_N // SUBTILES)
+            x = _bias(columns(acc, part, SUBTILES), bias_ptr, bias_strides, group, offs_n, N)
+            x = round_to(x, out_ptr.dtype.element_ty)
+            if out_desc is None:
+                out = out_ptr + group * M * N + (offs_m * N)[:, None] + offs_n[None, :]
+                tl.store(out, x, mask=mask_m & (offs_n < N)[None, :])
+            else:
+                out_desc.store([tile // tiles, first_m, at_n], x.reshape((1, x.shape[0], x.shape[1])))
 
 
 def _turned(t):
@@ -242,7 +253,7 @@ def _operands(a, b, plan, turned):
 def _options(a, plan, turned, precision):
     turned = turned if plan.kind == "descriptor" else (False, False)
     options = plan._asdict()
-    del options["kind"], options["PER_SM"]
+    del options["kind"], options["PER_SM"], options["FLATTEN"], options["SUBTILES"]
     return {
         "A_TURNED": turned[0], "B_TURNED": turned[1], "PRECISION": precision,
         "COMPUTE": triton_dtype(compute_dtype(a)), **options,
@@ -282,7 +293,7 @@ def rows_in_groups(a, b, offs, bias, out, plan=None):
         a.device,
         (*_operands(a, b, plan, turned), place, bias, out, N, K, tiles_n, (0, *a.stride()), b.stride(),
          (0, 0) if bias is None else bias.stride(), out.stride()),
-        EVEN_K=K % plan.BLOCK_K == 0, **_options(a, plan, turned, precision_of(a.dtype, device)),
+        EVEN_K=K % plan.BLOCK_K == 0, FLATTEN=plan.FLATTEN, **_options(a, plan, turned, precision_of(a.dtype, device)),
     )  # fmt: skip
     return out
 
@@ -295,15 +306,15 @@ def shares_of_k(a, b, offs, bias, out, plan=None):
     turned = _turned(a), _turned(b)
     plan = plan or _plan(device, a, "shares", M, N, cdiv(K, max(G, 1)), turned)
     tiles_m, tiles_n = cdiv(M, plan.BLOCK_M), cdiv(N, plan.BLOCK_N)
-    options = _options(a, plan, turned, precision_of(a.dtype, device))
-    del options["FLATTEN"]
+    bulk = plan.kind == "descriptor" and N * out.element_size() % 16 == 0
+    out_desc = TensorDescriptor.from_tensor(out, [1, plan.BLOCK_M, plan.BLOCK_N // plan.SUBTILES]) if bulk else None
     align = _align(a, plan, not turned[0] or turned[1])
     launch(
         _grouped_mm_fwd_kernel_shares,
         (min(G * tiles_m * tiles_n, device.multiprocessors * plan.PER_SM),),
         a.device,
-        (*_operands(a, b, plan, turned), offs, bias, out, M, N, K, G, tiles_m, tiles_n,
+        (*_operands(a, b, plan, turned), offs, bias, out_desc, out, M, N, K, G, tiles_m, tiles_n,
          (0, *a.stride()), (0, *b.stride()), (0, 0) if bias is None else bias.stride()),
-        ALIGN=align, **options,
+        ALIGN=align, SUBTILES=plan.SUBTILES, **_options(a, plan, turned, precision_of(a.dtype, device)),
     )  # fmt: skip
     return out

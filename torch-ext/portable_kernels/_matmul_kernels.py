@@ -7,7 +7,7 @@ they are to be saved. With SPLIT_K a program sums one share of K, and the last k
 """
 
 from ._activation_math import activate
-from ._tiles import dot, tile_of
+from ._tiles import columns, dot, tile_of
 from ._triton import round_to, tl, triton
 
 
@@ -144,21 +144,6 @@ def _tile(desc, i, j, row, col, BATCHED: tl.constexpr, TURNED: tl.constexpr):
     return tile.T if TURNED else tile
 
 
-@triton.jit
-def _columns(x, which: tl.constexpr, SUBTILES: tl.constexpr):
-    """One of 1, 2 or 4 equal parts of a tile's columns."""
-    if SUBTILES > 1:
-        x = _halves(x)[2 * which // SUBTILES]
-    if SUBTILES > 2:
-        x = _halves(x)[which % 2]
-    return x
-
-
-@triton.jit
-def _halves(x):
-    return tl.split(tl.permute(tl.reshape(x, (x.shape[0], 2, x.shape[1] // 2)), (0, 2, 1)))
-
-
 @triton.jit(do_not_specialize=["work", "inner", "M", "tiles_m", "tiles_n"])
 def _matmul_fwd_kernel_descriptors(
     a_desc, b_desc, b2_desc, y_desc, z_desc, z2_desc, y_ptr, z_ptr, z2_ptr, bias_ptr, residual_ptr, part_ptr,
@@ -193,10 +178,10 @@ def _matmul_fwd_kernel_descriptors(
             if b2_desc is not None:
                 acc2 = dot(a, _tile(b2_desc, i, j, k, start_n, B_BATCHED, B_TURNED), acc2, PRECISION)
         for part_n in tl.static_range(SUBTILES):
-            x = _columns(acc, part_n, SUBTILES)
+            x = columns(acc, part_n, SUBTILES)
             x2 = None
             if b2_desc is not None:
-                x2 = _columns(acc2, part_n, SUBTILES)
+                x2 = columns(acc2, part_n, SUBTILES)
             n = start_n + part_n * (BLOCK_N // SUBTILES)
             if SPLIT_K > 1:
                 _store_parts(x, x2, part_ptr, part, start_m, n, M, N, BLOCK_M, BLOCK_N // SUBTILES)

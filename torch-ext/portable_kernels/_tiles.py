@@ -1,4 +1,5 @@
-"""What kernels of matrix products share: the order that programs walk tiles in, and the product of two tiles."""
+"""What kernels of matrix products share: the order that programs walk tiles in, the product of two tiles, and parts of
+one."""
 
 from ._triton import INTERPRET, tl, triton
 
@@ -21,3 +22,18 @@ def dot(a, b, acc, PRECISION: tl.constexpr):
     if _UPCASTS and a.dtype == tl.bfloat16:
         a, b = a.to(tl.float32), b.to(tl.float32)
     return tl.dot(a, b, acc, input_precision=PRECISION, out_dtype=acc.dtype)
+
+
+@triton.jit
+def columns(x, which: tl.constexpr, SUBTILES: tl.constexpr):
+    """One of 1, 2 or 4 equal parts of a tile's columns."""
+    if SUBTILES > 1:
+        x = _halves(x)[2 * which // SUBTILES]
+    if SUBTILES > 2:
+        x = _halves(x)[which % 2]
+    return x
+
+
+@triton.jit
+def _halves(x):
+    return tl.split(tl.permute(tl.reshape(x, (x.shape[0], 2, x.shape[1] // 2)), (0, 2, 1)))
