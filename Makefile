@@ -43,7 +43,7 @@ bench: ## Check and time every op against PyTorch, with the python3 that is ther
 
 sweep: ## Measure every op on an H200 beside PyTorch and its peers, into benchmarks/results/ and docs/performance.md.
 	$(PYTHON) tools/build_local.py
-	$(PYTHON) benchmarks/sweep.py build/torch-cuda --jobs 15 --host --json benchmarks/results/nvidia_h200_sweep.json
+	$(PYTHON) benchmarks/sweep.py build/torch-cuda --host --first --json benchmarks/results/nvidia_h200_sweep.json
 	$(PYTHON) benchmarks/report.py
 
 portability: $(STAMP) ## Compile every kernel for twelve GPUs that need not be there, into docs/portability.md: an hour.

@@ -4,25 +4,38 @@
 
 Every way is held against PyTorch in float32 before it is timed; one that is wrong gets no time. All ways to do one case
 are timed in turns, each with a cold L2 cache, by events on the device: median, and the 20th and 80th percentile. The
-yardsticks of the same run are a device copy and a product by the vendor's library. `--host` adds the host's share of a
-call, on inputs so small that there is nothing else.
+yardsticks of the same run are a device copy and a product by the vendor's library. Of each way it also says the memory
+that a call takes beside its inputs, and of each op the seconds of a first call with nothing compiled. `--first` adds
+those of a first call with warm caches on disk, `--host` the host's share of a call, on inputs so small that there is
+nothing else.
+
+Each op is a process: all compile at once, then each measures alone. What one of them breaks, the others do not see, and
+the JSON has what was measured so far.
 """
 
 import argparse
 import datetime
+import gc
 import importlib.util
+import itertools
 import json
 import os
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
 import torch
+import triton
+import turns
 from workloads import WORKLOADS
 
 OURS = "portable-kernels"
+DIRECTIONS = ("forward", "backward", "both")
+CALLS = 1000  # of which the host's share is the mean, five times
+PROVIDERS = ("compile", "liger", "quack", "gems", "fla", "cudnn", "flash2")
 
 
 def load(folder):
@@ -45,16 +58,16 @@ class Clock:
         self.seconds = seconds
         self.cold = torch.empty(2**28, dtype=torch.int8, device="cuda")
 
-    def once(self, function):
+    def once(self, function, sleep):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         self.cold.zero_()
-        torch.cuda._sleep(1_600_000)  # cycles: about 0.9 ms
+        torch.cuda._sleep(sleep)
         start.record()
         function()
         end.record()
         return start, end
 
-    def turns(self, functions):
+    def turns(self, functions, sleep=1_600_000):  # cycles: about 0.9 ms
         """{name: (median, p20, p80)} in milliseconds."""
         took = {name: [] for name in functions}
         for function in functions.values():
@@ -62,7 +75,7 @@ class Clock:
         torch.cuda.synchronize()
         began = time.perf_counter()
         while time.perf_counter() - began < self.seconds * len(functions) or len(next(iter(took.values()))) < 7:
-            events = {name: self.once(function) for name, function in functions.items()}
+            events = {name: self.once(function, sleep) for name, function in functions.items()}
             torch.cuda.synchronize()
             for name, (start, end) in events.items():
                 took[name].append(start.elapsed_time(end))
@@ -78,15 +91,14 @@ def ceilings(clock):
 
 def ways(workload, kernel, wanted):
     found = {OURS: lambda *a: workload.ours(kernel, *a), "torch": workload.torch}
-    if "compile" in wanted:
-        torch._dynamo.reset()
-        found["torch.compile"] = torch.compile(workload.torch, dynamic=False)
     for name, find in workload.peers.items():
         if name in wanted:
             try:
                 found[name] = find()
             except Exception as error:  # a peer that is not installed, or not for this torch
-                print(f"  {name} left out: {type(error).__name__}: {str(error)[:100]}", file=sys.stderr)
+                print(f"  {name} left out: {type(error).__name__}: {str(error)[:100]}", flush=True)
+    if "compile" in wanted:
+        found["torch.compile"] = torch.compile(workload.torch, dynamic=False)
     return found
 
 
@@ -103,109 +115,195 @@ def off_by(actual, expected):
     return worst
 
 
-def measure(op, case, shape, workload, kernel, clock, directions, wanted, ceiling):
-    torch.manual_seed(0)
-    inputs = workload.make(*shape)
-    leaves = [t.detach().requires_grad_(i in workload.grads) for i, t in enumerate(inputs)]
-    learn = [leaves[i] for i in workload.grads]
-    random = op == "dropout"  # another mask for each: held against nothing
-    with torch.no_grad():
-        wide = [t.float() if t.is_floating_point() else t for t in inputs]
-    for direction in directions:
-        forward = direction == "forward"
-        traffic = workload.forward if forward else workload.backward
-        flops = workload.flops and (1.0 if forward else workload.backward_flops) * workload.flops(shape)
-        if not traffic and not flops:
-            continue
-        expected, runs, dy = None, {}, None
-        for name, way in ways(workload, kernel, wanted).items():
-            try:
-                if direction == "forward":
-                    with torch.no_grad():
-                        result = tensors(way(*inputs))
-                        if expected is None:
-                            expected = tensors((workload.exact or workload.torch)(*wide))
-
-                    def run(way=way):
-                        with torch.no_grad():
-                            way(*inputs)
-                else:
-                    y = tensors(way(*leaves))
-                    if dy is None:
-                        dy = [torch.randn_like(t) if t.dim() else torch.ones_like(t) for t in y]
-                        wide_leaves = [t.detach().requires_grad_(i in workload.grads) for i, t in enumerate(wide)]
-                        y_expected = tensors((workload.exact or workload.torch)(*wide_leaves))
-                        wide_learn = [wide_leaves[i] for i in workload.grads]
-                        expected = torch.autograd.grad(y_expected, wide_learn, [t.float() for t in dy])
-                        del y_expected, wide_learn
-                        del wide_leaves
-                    grads = [d.to(t.dtype) for d, t in zip(dy, y)]
-
-                    def run(y=y, grads=grads):
-                        return torch.autograd.grad(y, learn, grads, retain_graph=True)
-
-                    result = run()
-                error = 0.0 if random else off_by(result, expected)
-                del result
-                if error > 2e-2:
-                    print(f"  {name} is wrong by {error:.1e}: {op} {case} {direction}", flush=True)
-                else:
-                    runs[name] = (run, error)
-            except Exception as error:
-                print(
-                    f"  {name} failed: {op} {case} {direction}: {type(error).__name__}: {str(error)[:120]}", flush=True
-                )
-        del expected
-        if not runs:
-            continue
-        times = clock.turns({name: run for name, (run, _) in runs.items()})
-        for name, (median, p20, p80) in times.items():
-            row = {"op": op, "case": case, "direction": direction, "provider": name, "ms": median, "p20": p20,
-                   "p80": p80, "off_by": runs[name][1]}  # fmt: skip
-            if flops:
-                row["tflops"] = flops / median / 1e9
-            else:
-                row["gbps"] = traffic(shape) / median / 1e6
-                row["of_copy"] = row["gbps"] / ceiling["copy_gbps"]
-            yield row
-        del runs
+def why(error):
+    return f"{type(error).__name__}: {str(error).splitlines()[0][:120] if str(error) else ''}"
 
 
-def compile_all(selected, kernel, directions, jobs):
-    """Call the package's way of every case once, in `jobs` processes: Triton's cache on disk then has its kernels.
+class Op:
+    """One op: its ways, compiled, then measured."""
 
-    Before this process touches the device, or its children could not.
-    """
-    cases = [(workload, shape) for workload in selected.values() for shape in workload.cases.values()]
-    children = []
-    for job in range(jobs):
-        child = os.fork()
-        if child:
-            children.append(child)
-            continue
-        for workload, shape in cases[job::jobs]:
-            try:
-                inputs = workload.make(*shape)
-                workload.ours(kernel, *inputs)
-                if "backward" in directions and workload.grads:
-                    leaves = [t.detach().requires_grad_(i in workload.grads) for i, t in enumerate(inputs)]
-                    y = tensors(workload.ours(kernel, *leaves))
-                    torch.autograd.grad(y, [leaves[i] for i in workload.grads], [torch.zeros_like(t) for t in y])
-                torch.cuda.synchronize()
-            except Exception:  # is said when it is measured
-                pass
+    def __init__(self, name, options):
+        self.name, self.options, self.workload = name, options, WORKLOADS[name]
+        self.kernel = load(options.variant)
+        self.ways = ways(self.workload, self.kernel, options.providers)
+        self.compiled = set()  # (case, direction) that torch.compile has seen
+        torch._dynamo.config.recompile_limit = 1000
+        torch._dynamo.config.accumulated_recompile_limit = 1000
+        torch._functorch.config.donated_buffer = False  # a graph is kept, to go back through it many times
+
+    def asked(self, direction):
+        """Whether it is measured: bytes or products are known, and there is something to differentiate."""
+        w = self.workload
+        if w.flops:
+            return direction == "forward" or bool(w.backward_flops)
+        return bool(w.forward if direction == "forward" else w.backward)
+
+    def leaves(self, inputs):
+        return [t.detach().requires_grad_(i in self.workload.grads) for i, t in enumerate(inputs)]
+
+    def call(self, way, direction, inputs):
+        """Once, as it will be measured: for what it compiles."""
+        if direction == "forward":
+            with torch.no_grad():
+                way(*inputs)
+        else:
+            leaves = self.leaves(inputs)
+            y = tensors(way(*leaves))
+            torch.autograd.grad(y, [leaves[i] for i in self.workload.grads], [torch.ones_like(t) for t in y])
+        torch.cuda.synchronize()
+
+    def first_call(self):
+        """Seconds of the very first calls of the first case: {way: {direction: seconds}}."""
+        inputs = self.workload.make(*next(iter(self.workload.cases.values())))
+        m = torch.ones(64, 64, device="cuda")
+        (m @ m).sum().item()  # the device has started
+        took = {}
+        for name in (OURS, "torch.compile"):
+            for direction in DIRECTIONS[:2]:
+                if name in self.ways and direction in self.options.directions and self.asked(direction):
+                    began = time.perf_counter()
+                    try:
+                        self.call(self.ways[name], direction, inputs)
+                        took.setdefault(name, {})[direction] = round(time.perf_counter() - began, 3)
+                    except Exception as error:
+                        print(f"  {name} failed at first: {self.name} {direction}: {why(error)}", flush=True)
+        return took
+
+    def compile(self, until):
+        """Call every way of every case once; torch.compile, which is the slowest, while there is time."""
+        for name, way in self.ways.items():
+            for case, shape in self.workload.cases.items():
+                if name == "torch" or (name == "torch.compile" and time.time() > until):
+                    continue
+                try:
+                    inputs = self.workload.make(*shape)
+                    for direction in DIRECTIONS[:2]:
+                        if direction in self.options.directions and self.asked(direction):
+                            self.call(way, direction, inputs)
+                except Exception:  # is said when it is measured
+                    pass
+                if name == "torch.compile":
+                    self.compiled.add(case)
+                inputs = None
+                torch.cuda.empty_cache()
+
+    def measure(self):
+        forget_tuning()
+        clock = Clock(self.options.seconds)
+        for case, shape in self.workload.cases.items():
             torch.cuda.empty_cache()
-        os._exit(0)
-    for child in children:
-        os.waitpid(child, 0)
+            yield from self.measure_case(case, shape, clock)
+        if self.options.host:
+            yield {"host": host(self.workload, self.ways)}
+
+    def measure_case(self, case, shape, clock):
+        workload, random = self.workload, self.name == "dropout"  # another mask for each: held against nothing
+        torch.manual_seed(0)
+        inputs = workload.make(*shape)
+        leaves = self.leaves(inputs)
+        learn = [leaves[i] for i in workload.grads]
+        wide = [t.detach().float() if t.is_floating_point() else t for t in inputs]
+        exact = workload.exact or workload.torch
+        for direction in DIRECTIONS:
+            if direction not in self.options.directions or not self.asked(direction):
+                continue
+            runs, expected, y, dy = {}, None, None, None
+            for name, way in self.ways.items():
+                if name == "torch.compile" and case not in self.compiled:
+                    print(f"  {name} left out, no time to compile: {self.name} {case} {direction}", flush=True)
+                    continue
+                if direction == "backward" and name in workload.early:
+                    continue
+                try:
+                    if direction == "forward":
+
+                        def run(way=way):
+                            with torch.no_grad():
+                                return way(*inputs)
+
+                        result = tensors(run())
+                        if expected is None:
+                            with torch.no_grad():
+                                expected = tensors(exact(*wide))
+                    else:
+                        y = tensors(way(*leaves))
+                        if dy is None:
+                            dy = [torch.randn_like(t) if t.dim() else torch.ones_like(t) for t in y]
+                        grads = [d.to(t.dtype) for d, t in zip(dy, y)]
+                        if direction == "backward":
+
+                            def run(y=y, grads=grads):
+                                return torch.autograd.grad(y, learn, grads, retain_graph=True)
+
+                        else:
+                            y = None
+
+                            def run(way=way, grads=grads):
+                                return torch.autograd.grad(tensors(way(*leaves)), learn, grads)
+
+                        result = run()
+                        if expected is None:
+                            wide_leaves = self.leaves(wide)
+                            y_wide = tensors(exact(*wide_leaves))
+                            expected = torch.autograd.grad(
+                                y_wide, [wide_leaves[i] for i in workload.grads], [t.float() for t in dy]
+                            )
+                            y_wide = wide_leaves = None
+                    error = 0.0 if random else off_by(result, expected)
+                    result = None
+                    if error > 2e-2:
+                        print(f"  {name} is wrong by {error:.1e}: {self.name} {case} {direction}", flush=True)
+                    else:
+                        runs[name] = (run, error, peak(run))
+                except Exception as error:
+                    print(f"  {name} failed: {self.name} {case} {direction}: {why(error)}", flush=True)
+            expected = None
+            if not runs:
+                continue
+            # The host launches forward and backward of a composition in more than a millisecond.
+            sleep = 4_500_000 if direction == "both" else 1_600_000
+            times = clock.turns({name: run for name, (run, _, _) in runs.items()}, sleep)
+            for name, (median, p20, p80) in times.items():
+                yield {
+                    "op": self.name, "case": case, "shape": list(shape), "direction": direction, "provider": name,
+                    "ms": median, "p20": p20, "p80": p80, "off_by": runs[name][1], "peak_mib": runs[name][2],
+                    **self.speed(direction, shape, median),
+                }  # fmt: skip
+            runs = y = dy = None
+
+    def speed(self, direction, shape, ms):
+        w = self.workload
+        parts = {"forward": (1, 0), "backward": (0, 1), "both": (1, 1)}[direction]
+        if w.flops:
+            return {"tflops": (parts[0] + parts[1] * w.backward_flops) * w.flops(shape) / ms / 1e9}
+        return {"gbps": (parts[0] * w.forward(shape) + (parts[1] and w.backward(shape))) / ms / 1e6}
 
 
-def host(workload, kernel, wanted, calls=1000):
+def forget_tuning():
+    """Peers that Triton tunes choose again, now that nothing else runs. torch.compile goes by its shortest trials."""
+    for tuner in gc.get_objects():
+        if issubclass(type(tuner), triton.runtime.Autotuner):
+            tuner.cache.clear()
+
+
+def peak(run):
+    """MiB that a call takes at its most, beside what was there before it."""
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    run()
+    torch.cuda.synchronize()
+    return (torch.cuda.max_memory_allocated() - before) / 2**20
+
+
+def host(workload, found):
     """{provider: (microseconds a call without, with a graph for gradients)}"""
     inputs = workload.make(*workload.tiny)
     leaves = [t.detach().requires_grad_(i in workload.grads) for i, t in enumerate(inputs)]
-    found = {}
-    for name, way in ways(workload, kernel, [w for w in wanted if w != "compile"]).items():
+    took = {}
+    for name, way in found.items():
+        if name == "torch.compile":
+            continue
         try:
             row = []
             for arguments in (inputs, leaves):
@@ -214,15 +312,31 @@ def host(workload, kernel, wanted, calls=1000):
                     way(*arguments)
                     torch.cuda.synchronize()
                     began = time.perf_counter()
-                    for _ in range(calls // 5):
+                    for _ in range(CALLS // 5):
                         way(*arguments)
-                    best.append((time.perf_counter() - began) / (calls // 5) * 1e6)
+                    best.append((time.perf_counter() - began) / (CALLS // 5) * 1e6)
                     torch.cuda.synchronize()
                 row.append(statistics.median(best))
-            found[name] = tuple(row)
+            took[name] = tuple(row)
         except Exception as error:
-            print(f"  {name} failed on the host: {type(error).__name__}: {str(error)[:100]}", flush=True)
-    return found
+            print(f"  {name} failed on the host: {why(error)}", flush=True)
+    return took
+
+
+def child(kind, name, options):
+    """One op, in a process of its own; or the ceilings; or the first calls of an op, from the caches on disk."""
+
+    def prepare():
+        if kind == "ceilings":
+            return lambda: [ceilings(Clock(0.3))], {}
+        op = Op(name, options)
+        first = op.first_call()
+        if kind == "warm":
+            return lambda: [], first
+        op.compile(options.compile_until)
+        return op.measure, first
+
+    turns.take_turn(prepare)
 
 
 def main():
@@ -230,56 +344,113 @@ def main():
     parser.add_argument("variant", help="a built variant of the package, such as build/torch-cuda")
     parser.add_argument("--json", type=Path, help="where to write what was measured")
     parser.add_argument("--ops", nargs="*", help="of: " + ", ".join(WORKLOADS))
-    parser.add_argument("--directions", nargs="*", default=["forward", "backward"])
-    parser.add_argument(
-        "--providers", nargs="*", default=["compile", "liger", "quack", "cudnn", "flash2"], help="beside torch itself"
-    )
+    parser.add_argument("--directions", nargs="*", default=list(DIRECTIONS), choices=DIRECTIONS)
+    parser.add_argument("--providers", nargs="*", default=list(PROVIDERS), help="beside torch itself")
     parser.add_argument("--seconds", type=float, default=0.02, help="of measuring, for each way to do a case")
-    parser.add_argument("--jobs", type=int, default=0, help="compile in so many processes first")
+    parser.add_argument("--jobs", type=int, default=max(1, (os.cpu_count() or 2) - 1), help="processes that compile")
+    parser.add_argument("--limit", type=float, default=3600, help="seconds in all; what there is no time for is named")
     parser.add_argument("--commit", help="of what is measured; else git is asked")
     parser.add_argument("--host", action="store_true", help="measure the host's share of a call too")
+    parser.add_argument("--first", action="store_true", help="measure first calls from the caches on disk too")
+    parser.add_argument("--child", nargs=2, help=argparse.SUPPRESS)
+    parser.add_argument("--compile-until", type=float, help=argparse.SUPPRESS)
     options = parser.parse_args()
+    if options.child:
+        return child(*options.child, options)
     unknown = set(options.ops or ()) - set(WORKLOADS)
     if unknown:
         parser.error(f"no such ops: {', '.join(sorted(unknown))}")
     if not torch.cuda.device_count():  # asked without touching the device
         sys.exit("sweep.py measures on a GPU, and torch sees none")
-    import triton
+    return sweep(options)
 
-    kernel, began = load(options.variant), time.perf_counter()
-    selected = {op: WORKLOADS[op] for op in options.ops or WORKLOADS}
-    if options.jobs:
-        compile_all(selected, kernel, options.directions, options.jobs)
-        print(f"compiled in {time.perf_counter() - began:.0f} s", flush=True)
-    clock = Clock(options.seconds)
-    ceiling = ceilings(clock)
+
+def sweep(options):
+    began, begun = time.monotonic(), time.time()
+    names = [op for op in WORKLOADS if op in (options.ops or WORKLOADS)]
     asked = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True)
-    commit = options.commit or asked.stdout.strip()
     record = {
         "device": torch.cuda.get_device_name(), "torch": torch.__version__, "triton": triton.__version__,
-        "commit": commit, "date": datetime.date.today().isoformat(), "ceilings": ceiling, "rows": [], "host": {},
+        "commit": options.commit or asked.stdout.strip(), "date": datetime.date.today().isoformat(),
+        "ceilings": {}, "rows": [], "host": {}, "first_call": {}, "failed": [],
     }  # fmt: skip
-    print(f"{record['device']}: copy {ceiling['copy_gbps']:.0f} GB/s, product {ceiling['matmul_tflops']:.0f} TFLOP/s")
-    for number, (op, workload) in enumerate(selected.items(), 1):
-        for case, shape in workload.cases.items():
-            torch.cuda.empty_cache()
-            rows = measure(op, case, shape, workload, kernel, clock, options.directions, options.providers, ceiling)
-            by_direction = {}
-            for row in rows:
-                record["rows"].append(row)
-                value = f"{row['tflops']:.0f}" if "tflops" in row else f"{row['of_copy']:.2f}"
-                by_direction.setdefault(row["direction"], []).append(f"{row['provider']} {value}")
-            for direction, values in by_direction.items():
-                print(f"[{number}/{len(selected)}] {op} {case} {direction}: {', '.join(values)}", flush=True)
-        if options.host:
-            record["host"][op] = host(workload, kernel, options.providers)
-            print(
-                f"  host, us: { ({k: tuple(round(v, 1) for v in t) for k, t in record['host'][op].items()}) }",
-                flush=True,
-            )
+
+    def say(text):
+        print(f"{time.monotonic() - began:4.0f} s  {text}", flush=True)
+
+    def heard(worker, line):
+        op = worker.name
+        if worker.kind == "ceilings":
+            if "row" in line:
+                record["ceilings"] = line["row"]
+                say("copy {copy_gbps:.0f} GB/s, product {matmul_tflops:.0f} TFLOP/s".format(**line["row"]))
+        elif "ready" in line:
+            temperature = "warm" if worker.kind == "warm" else "cold"
+            for way, took in line["ready"].items():
+                record["first_call"].setdefault(op, {}).setdefault(way, {})[temperature] = took
+            say(f"{op}: compiled" if worker.kind == "op" else f"{op}: called again from the caches")
+        elif "row" in line and "host" in line["row"]:
+            record["host"][op] = line["row"]["host"]
+            say(f"  host, us: { ({k: tuple(round(v, 1) for v in t) for k, t in record['host'][op].items()}) }")
+        elif "row" in line:
+            row = line["row"]
+            if "gbps" in row and record["ceilings"]:
+                row["of_copy"] = row["gbps"] / record["ceilings"]["copy_gbps"]
+            worker.rows.append(row)
+        elif "done" in line and worker.kind == "op":
+            keep(worker)
+
+    def keep(worker):
+        cases = itertools.groupby(worker.rows, key=lambda r: (r["case"], r["direction"]))
+        for (case, direction), rows in cases:
+            found = ", ".join(f"{r['provider']} {r.get('tflops') or r.get('of_copy', r['gbps']):.3g}" for r in rows)
+            say(f"{worker.name} {case} {direction}: {found}")
+        for text in worker.errors:
+            if text.startswith("  "):
+                print(text.rstrip(), flush=True)
+        record["rows"] += worker.rows
         if options.json:
             options.json.write_text(json.dumps(record, indent=1) + "\n")
 
+    def lost(worker, reason):
+        record["failed"].append(f"{worker.kind} {worker.name}: {reason}")
+        say(f"{worker.name} LOST: {reason}\n{''.join(worker.errors[-6:])}")
+        keep(worker)
+
+    with tempfile.TemporaryDirectory() as caches:
+        environment = {
+            "TRITON_CACHE_DIR": f"{caches}/triton", "TORCHINDUCTOR_CACHE_DIR": f"{caches}/inductor",
+            "TORCHINDUCTOR_COMPILE_THREADS": "1", "FLA_CACHE_RESULTS": "0",
+        }  # fmt: skip
+
+        def workers(kind, of):
+            passed = [*sys.argv[1:], "--compile-until", str(begun + 0.5 * options.limit)]
+            made = []
+            for name in of:
+                worker = turns.Worker(name, [sys.executable, __file__, *passed, "--child", kind, name], environment)
+                worker.kind, worker.rows = kind, []
+                made.append(worker)
+            return made
+
+        done_by = began + options.limit
+        # Those with most cases first: they compile longest.
+        ops = workers("op", sorted(names, key=lambda n: -len(WORKLOADS[n].cases)))
+        turns.run(
+            workers("ceilings", ["ceilings"]) + ops, heard, lost, jobs=options.jobs,
+            ready_by=began + 0.6 * options.limit, done_by=done_by, patience=120,
+        )  # fmt: skip
+        if options.first:
+            turns.run(
+                workers("warm", [w.name for w in ops if w.state == "done"]), heard, lost, jobs=options.jobs,
+                ready_by=done_by, done_by=done_by, patience=10,
+            )  # fmt: skip
+    order = {name: i for i, name in enumerate(WORKLOADS)}
+    record["rows"].sort(key=lambda r: order[r["op"]])
+    if options.json:
+        options.json.write_text(json.dumps(record, indent=1) + "\n")
+    say(f"{len(record['rows'])} rows of {len(names)} ops; {len(record['failed'])} processes lost")
+    return 1 if record["failed"] else 0
+
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

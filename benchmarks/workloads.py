@@ -24,6 +24,7 @@ class Workload(NamedTuple):
     exact: Optional[Callable] = None  # what results are held against, on float32 inputs; None: `torch`
     grads: tuple = (0,)  # the inputs with gradients
     peers: dict = {}  # name: () -> way, which may fail where it is not installed
+    early: tuple = ()  # peers whose forward makes the gradients: their backward alone says nothing
 
 
 def rand(*shape):
@@ -42,7 +43,8 @@ LINEAR = {
 ATTENTION = {
     "4 x 32 x 4096, 128": (4, 32, 32, 4096, 128), "2 x 32/8 x 8192, 128": (2, 32, 8, 8192, 128),
     "1 x 32 x 16384, 128": (1, 32, 32, 16384, 128), "8 x 16 x 4096, 64": (8, 16, 16, 4096, 64),
-    "16 x 32 x 1024, 128": (16, 32, 32, 1024, 128), "64 x 32 x 512, 128": (64, 32, 32, 512, 128),
+    "4 x 24 x 4096, 64": (4, 24, 24, 4096, 64), "16 x 32 x 1024, 128": (16, 32, 32, 1024, 128),
+    "64 x 32 x 512, 128": (64, 32, 32, 512, 128),
 }  # fmt: skip
 
 
@@ -124,18 +126,9 @@ def streams(count, itemsize=2):
     return lambda shape: count * itemsize * math.prod(shape)
 
 
-WIDTHS = {f"{2**27 // n} x {n}": (2**27 // n, n) for n in (256, 1024, 4096, 8192, 16384, 32768, 65536, 131072, 262144)}
+WIDTHS = {f"{2**27 // n} x {n}": (2**27 // n, n) for n in (2**i for i in range(7, 19))}
 MLP = {"llama3_8b": (16384, 14336), "bert_large": (32768, 4096)}
 LOGITS = {"llama2_7b": (8388, 32000), "llama3_8b": (2092, 128256), "gemma3": (1024, 262144)}
-
-
-def _liger(name, attribute=None):
-    def find():
-        from liger_kernel import ops
-
-        return getattr(getattr(ops, name), attribute).apply
-
-    return find
 
 
 def _liger_rms_norm():
@@ -162,10 +155,23 @@ def _liger_swiglu():
     return LigerSiLUMulFunction.apply
 
 
+def _liger_cross_entropy():
+    from liger_kernel.ops.cross_entropy import LigerCrossEntropyFunction
+
+    # It writes the gradient into its input, hence the clone. The other arguments are its defaults.
+    return lambda x, t: LigerCrossEntropyFunction.apply(x.clone() if x.requires_grad else x, t, None)[0]
+
+
 def _quack_rms_norm():
     from quack import rmsnorm
 
     return lambda x, w: rmsnorm(x, w, eps=1e-6)
+
+
+def _quack_add_rms_norm():
+    from quack import rmsnorm
+
+    return lambda x, r, w: rmsnorm(x, w, residual=r, eps=1e-6, prenorm=True)
 
 
 def _quack_softmax():
@@ -178,6 +184,72 @@ def _quack_cross_entropy():
     from quack import cross_entropy
 
     return lambda x, t: cross_entropy(x, t, reduction="mean")
+
+
+def _gems_softmax():
+    from flag_gems.ops import softmax
+
+    return lambda x: softmax(x, -1)
+
+
+def _gems_rms_norm():
+    from flag_gems.ops import rms_norm
+
+    return lambda x, w: rms_norm(x, w.shape, w, 1e-6)
+
+
+def _gems_layer_norm():
+    from flag_gems.ops import layer_norm
+
+    return lambda x, w, b: layer_norm(x, w.shape, w, b, 1e-5)[0]
+
+
+def _gems_swiglu():
+    from flag_gems.fused import silu_and_mul
+
+    return silu_and_mul
+
+
+def _gems_cross_entropy():
+    from flag_gems.fused import cross_entropy_loss
+
+    return cross_entropy_loss
+
+
+def _fla_rms_norm():
+    from fla.modules.norm.layernorm import rms_norm
+
+    return lambda x, w: rms_norm(x, w, None, eps=1e-6)
+
+
+def _fla_add_rms_norm():
+    from fla.modules.norm.layernorm import rms_norm
+
+    return lambda x, r, w: rms_norm(x, w, None, r, eps=1e-6, prenorm=True)
+
+
+def _fla_layer_norm():
+    from fla.modules.norm.layernorm import layer_norm
+
+    return layer_norm
+
+
+def _fla_rms_norm_gated():
+    from fla.modules.norm import rms_norm_gated
+
+    return lambda x, g, w: rms_norm_gated(x, g, w, None)
+
+
+def _fla_swiglu():
+    from fla.modules.activations import swiglu
+
+    return swiglu
+
+
+def _fla_cross_entropy():
+    from fla.modules.fused_cross_entropy import cross_entropy_loss
+
+    return lambda x, t: cross_entropy_loss(x, t)[0].mean()
 
 
 def _rotary(q, k, cos, sin):
@@ -206,11 +278,11 @@ def _distillation(x, teacher):
 WORKLOADS = {
     "softmax": Workload(
         lambda *s: (rand(*s),), lambda k, x: k.softmax(x, -1), lambda x: torch.softmax(x, -1), WIDTHS, (1, 256),
-        streams(2), streams(3), peers={"liger": _liger_softmax, "quack": _quack_softmax},
+        streams(2), streams(3), peers={"liger": _liger_softmax, "quack": _quack_softmax, "gems": _gems_softmax},
     ),
     "log_softmax": Workload(
         lambda *s: (rand(*s),), lambda k, x: k.log_softmax(x, -1), lambda x: torch.log_softmax(x, -1),
-        {"131072 x 1024": (131072, 1024), "4096 x 32768": (4096, 32768)}, (1, 256), streams(2), streams(3),
+        WIDTHS, (1, 256), streams(2), streams(3),
     ),
     "masked_softmax": Workload(
         lambda B, H, Q, K: (rand(B, H, Q, K), (torch.rand(B, 1, Q, K, device=DEVICE) < 0.9)),
@@ -225,24 +297,26 @@ WORKLOADS = {
     ),
     "rms_norm": Workload(
         lambda *s: (rand(*s), rand(s[-1])), lambda k, x, w: k.rms_norm(x, w, eps=1e-6), _rms_norm,
-        {"1048576 x 128": (2**20, 128), **WIDTHS}, (1, 256), streams(2), streams(3), grads=(0, 1),
-        peers={"liger": _liger_rms_norm, "quack": _quack_rms_norm},
+        WIDTHS, (1, 256), streams(2), streams(3), grads=(0, 1),
+        peers={
+            "liger": _liger_rms_norm, "quack": _quack_rms_norm, "gems": _gems_rms_norm, "fla": _fla_rms_norm,
+        },
     ),
     "add_rms_norm": Workload(
         lambda *s: (rand(*s), rand(*s), rand(s[-1])), lambda k, x, r, w: k.add_rms_norm(x, r, w, eps=1e-6),
         lambda x, r, w: (_rms_norm(x + r, w), x + r),
-        {"32768 x 4096": (32768, 4096), "8192 x 16384": (8192, 16384)}, (1, 256), streams(4), streams(4),
-        grads=(0, 1, 2),
+        WIDTHS, (1, 256), streams(4), streams(4), grads=(0, 1, 2),
+        peers={"quack": _quack_add_rms_norm, "fla": _fla_add_rms_norm},
     ),
     "layer_norm": Workload(
         lambda *s: (rand(*s), rand(s[-1]), rand(s[-1])), lambda k, x, w, b: k.layer_norm(x, w, b),
         lambda x, w, b: F.layer_norm(x, w.shape, w, b), WIDTHS, (1, 256), streams(2), streams(3), grads=(0, 1, 2),
-        peers={"liger": _liger_layer_norm},
+        peers={"liger": _liger_layer_norm, "gems": _gems_layer_norm, "fla": _fla_layer_norm},
     ),
     "rms_norm_gated": Workload(
         lambda *s: (rand(*s), rand(*s), rand(s[-1])), lambda k, x, g, w: k.rms_norm_gated(x, g, w),
         lambda x, g, w: _rms_norm(x, w) * F.silu(g), {"qwen3_next": (524288, 128), "mamba2": (32768, 4096)}, (1, 128),
-        streams(3), streams(5), grads=(0, 1, 2),
+        streams(3), streams(5), grads=(0, 1, 2), peers={"fla": _fla_rms_norm_gated},
     ),
     "modulated_layer_norm": Workload(
         lambda B, S, N: (rand(B, S, N), rand(B, 1, N), rand(B, 1, N)),
@@ -273,7 +347,7 @@ WORKLOADS = {
     },
     "swiglu": Workload(
         lambda *s: (rand(*s), rand(*s)), lambda k, g, u: k.swiglu(g, u), lambda g, u: F.silu(g) * u, MLP, (256,),
-        streams(3), streams(5), grads=(0, 1), peers={"liger": _liger_swiglu},
+        streams(3), streams(5), grads=(0, 1), peers={"liger": _liger_swiglu, "gems": _gems_swiglu, "fla": _fla_swiglu},
     ),
     "silu_and_mul": Workload(
         lambda M, N: (rand(M, 2 * N),), lambda k, x: k.silu_and_mul(x),
@@ -300,7 +374,12 @@ WORKLOADS = {
     ),
     "cross_entropy": Workload(
         lambda T, V: (rand(T, V), torch.randint(0, V, (T,), device=DEVICE)), lambda k, x, t: k.cross_entropy(x, t),
-        F.cross_entropy, LOGITS, (4, 256), streams(1), streams(2), peers={"quack": _quack_cross_entropy},
+        F.cross_entropy, LOGITS, (4, 256), streams(1), streams(2),
+        peers={
+            "liger": _liger_cross_entropy, "quack": _quack_cross_entropy, "gems": _gems_cross_entropy,
+            "fla": _fla_cross_entropy,
+        },
+        early=("liger",),
     ),
     "distillation_kl": Workload(
         lambda T, V: (rand(T, V), rand(T, V)), lambda k, x, t: k.distillation_kl(x, t), _distillation,
