@@ -37,7 +37,7 @@ def scaled(x, w, factor=2.0):
 
 
 def same(actual, expected):
-    return all(a is e is None or torch.equal(a, e) for a, e in zip(actual, expected))
+    return all(a is e is None or a is not None and e is not None and torch.equal(a, e) for a, e in zip(actual, expected))
 
 
 def test_a_repeat_computes_on_what_it_is_given(replayed, device):
@@ -113,6 +113,37 @@ def test_gradients_are_not_repeated_past(replayed, device):
         assert f(x).is_inference()
 
 
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x, w: (x * w).sum(),
+        lambda x, w: x.detach() * x + (2 * w.detach()).detach() * w,
+        lambda x, w: torch.relu(x.view(2, 3)[1] * w[3:]).exp(),
+        lambda x, w: x.sin().detach_() * w,
+        lambda x, w: x.mul(2).add_(w).cos_(),
+    ],
+)
+def test_gradients_of_a_repeat_are_pytorchs(replayed, device, function):
+    f = replayed(function)
+    for learns in ((True, True), (True, False), (False, True), (True, True), (False, True)):
+        pairs = [torch.randn(6, device=device).requires_grad_(g) for g in learns]
+        y, expected = f(*pairs), function(*pairs)
+        assert torch.equal(y, expected) and y.requires_grad == expected.requires_grad
+        if y.requires_grad:
+            of = [t for t in pairs if t.requires_grad]
+            got, wanted = (torch.autograd.grad(t.sum(), of, allow_unused=True) for t in (y, expected))
+            assert same(got, wanted)
+
+
+def test_a_graph_that_is_broken_is_not_repeated(replayed, device):
+    def function(x):
+        with torch.no_grad():
+            return x * 2
+
+    f, x = replayed(function), torch.randn(3, device=device, requires_grad=True)
+    assert not any(f(x).requires_grad for _ in range(3)) and len(f.calls) == 3
+
+
 def test_one_tensor_twice(replayed, device):
     """Which of two arguments an op was given cannot be told when they are one: that is a kind of its own."""
     f = replayed(lambda a, b, c: (a - 2 * b + 3 * c, b))
@@ -171,9 +202,16 @@ def test_errors_are_raised_each_time(replayed, device):
 def test_arguments_that_are_not_understood(replayed, device):
     f = replayed(lambda x, sizes: x.reshape(sizes))
     x = torch.zeros(4, device=device)
-    for sizes in ([2, 2], [4, 1], (2, 2), (2, 2)):
+    for sizes in ([2, 2], [4, 1], (2, 2), (2, 2), [2, 2]):
         assert f(x, sizes).shape == tuple(sizes)
-    assert len(f.calls) == 3  # lists can change: they are not remembered
+    assert len(f.calls) == 3
+    f = replayed(lambda x, sizes: x.expand(sizes))
+    sizes = [3, 4]
+    f(x, sizes)
+    sizes[0] = 5  # a list may change after it was given
+    assert f(x, sizes).shape == (5, 4) and f(x, [3, 4]).shape == (3, 4) and len(f.calls) == 2
+    f = replayed(lambda x, other: x * other["factor"])
+    assert all(f(x + 1, {"factor": n})[0] == n for n in range(3)) and len(f.calls) == 3
 
 
 def test_modes_and_transforms_see_every_call(replayed, device):
@@ -261,3 +299,34 @@ def test_public_functions_repeat(kernel, device, on_kernels, internals, monkeypa
         first = f()
         count = len(watched)
         assert torch.equal(f(), first) and torch.equal(f(), first) and len(watched) == count
+
+
+def test_public_functions_repeat_with_gradients(kernel, device, on_kernels, internals, monkeypatch):
+    if not on_kernels:
+        pytest.skip("kernels alone are repeated")
+    watch, watched = internals("_replay")._watch, []
+    monkeypatch.setattr(internals("_replay"), "_watch", lambda *a: watched.append(a) or watch(*a))
+    w, target = torch.randn(38, device=device), torch.arange(5, device=device)
+    functions = [
+        lambda x, w: kernel.rms_norm(x, w), lambda x, w: kernel.layer_norm(x, w, bias=w), lambda x, w: kernel.silu(x),
+        lambda x, w: kernel.softmax(x[:, 1:], -1), lambda x, w: kernel.add_rms_norm(x, x * 2, w)[1],
+        lambda x, w: kernel.cross_entropy(x, target, weight=w.detach().abs()), lambda x, w: kernel.linear(x, w[None]),
+    ]  # fmt: skip
+    for function in functions:
+        counts = []
+        for n in range(3):
+            x = torch.randn(5, 38, device=device)
+            leaves = [t.clone().requires_grad_() for t in (x, w)]
+            y = function(*leaves)
+            dy = torch.randn_like(y)
+            got = torch.autograd.grad(y, leaves, dy, allow_unused=True)
+            counts.append(len(watched))
+            with torch.inference_mode():
+                kept = function(x, w)
+            assert kept.is_inference() and torch.equal(y, kept)
+            monkeypatch.setattr(internals("_replay"), "_LIMIT", 0)  # the next call is watched
+            wide = [t.detach().clone().requires_grad_() for t in leaves]
+            expected = torch.autograd.grad(function(*wide), wide, dy, allow_unused=True)
+            monkeypatch.setattr(internals("_replay"), "_LIMIT", 4096)
+            assert same(got, expected)
+        assert counts[2] == counts[1], "watched again"

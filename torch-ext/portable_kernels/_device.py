@@ -166,7 +166,9 @@ def _watched(found, kernel, grid, device, args, options):
     if watch is None:
         return
     if found is None:
-        watch.launched(lambda v, a: f"{v(launch)}({v(kernel)}, {v(grid)}, {v(device)}, ({a},), **{v(options)})", args)
+        watch.launched(
+            lambda v, a: f"{v(launch)}({v(kernel)}, {v(grid)}, {v(device)}, ({a},), **{v(options)})", args, False
+        )
         return
     run, function, metadata, rest, stream, _ = found
     grid = ", ".join(map(str, (*grid, 1, 1)[:3]))
@@ -178,7 +180,7 @@ def _watched(found, kernel, grid, device, args, options):
             f"{given}{rest_given})"
         )
 
-    watch.launched(text, args)
+    watch.launched(text, args, True)
 
 
 def profiled():

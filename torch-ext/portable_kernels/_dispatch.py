@@ -99,27 +99,42 @@ def differentiable(op, reference, setup_context=None, backward=None, *, like=Non
     def forward(*args):
         return direct(*args) if is_plain(args) else registered(*args)
 
-    function = type(
-        body.__name__,
-        (torch.autograd.Function,),
-        {
-            "generate_vmap_rule": True,
-            "forward": staticmethod(forward),
-            "setup_context": staticmethod(setup_context),
-            "backward": staticmethod(backward),
-        },
-    )
+    def function_of(forward):
+        function = type(
+            body.__name__,
+            (torch.autograd.Function,),
+            {
+                "generate_vmap_rule": True,
+                "forward": staticmethod(forward),
+                "setup_context": staticmethod(setup_context),
+                "backward": staticmethod(backward),
+            },
+        )
+        # Function.apply binds the arguments to forward's signature, found anew each time, 50 us a call. That serves
+        # transforms alone; without them this is all that it goes on to call.
+        return function, getattr(super(torch.autograd.Function, function), "apply", function.apply)
 
-    # Function.apply binds the arguments to forward's signature, found anew each time, 50 us a call. That serves
-    # transforms alone; without them this is all that it goes on to call.
-    apply = getattr(super(torch.autograd.Function, function), "apply", function.apply)
+    function, apply = function_of(forward)
+
+    @functools.lru_cache(4096)
+    def known(repeat):
+        return function_of(repeat)[1]
+
+    def known_apply(*args):
+        """`apply` for calls like this one, which was made: its forward is the repeat."""
+        with torch.no_grad():
+            repeat = forward.find(*args)
+        return apply if repeat is None else known(repeat)
 
     def call(*args):
         if torch.compiler.is_compiling():
             return registered(*args)
         if transforms() or _forward_ad():
             return function.apply(*args)
-        return apply(*args) if _wants_grad(args) else forward(*args)
+        if not _wants_grad(args):
+            return forward(*args)
+        watch = getattr(watching, "by", None)
+        return apply(*args) if watch is None else watch.applied(apply, known_apply, args)
 
     return call
 

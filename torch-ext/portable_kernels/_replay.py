@@ -8,15 +8,16 @@ PyTorch. Later ones run that, which takes the host a third of the time.
 import functools
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from . import _device
 from ._triton import DESCRIPTORS, INTERPRET
 
-_Tensor, _Parameter = torch.Tensor, torch.nn.Parameter
+_TENSORS = frozenset((torch.Tensor, torch.nn.Parameter))
 _VALUES = frozenset((int, float, bool, str, type(None), torch.dtype))
+_LISTS = frozenset((tuple, list))
 _LIMIT = 4096  # kinds of calls to one function
-_REFUSED, _SAME = object(), object()
+_REFUSED = object()
 
 
 def _probe(find, missing):
@@ -31,77 +32,98 @@ _dispatch_modes = _probe(lambda: torch._C._len_torch_dispatch_stack, 1)
 _transforms = _probe(lambda: torch._C._are_functorch_transforms_active, True)
 _jit_tracing = _probe(lambda: torch._C._get_tracing_state, True)
 _autocast = _probe(lambda: torch._C._is_any_autocast_enabled, True)
-_grad = torch.is_grad_enabled
-_forward_ad = torch.autograd.forward_ad
+_compiling = torch.compiler.is_compiling
+
+
+def _allocator(kind):
+    """What inductor's code allocates with: (size, stride, dtype) on the current device; None where torch has none."""
+    return getattr(getattr(getattr(torch._C, "_dynamo", None), "guards", None), f"_empty_strided_{kind}", None)
 
 
 def replayed(function):
     """`function`, which is pure, with calls of a kind that was seen before repeated.
 
-    Only where nothing traces, transforms or differentiates: all that a call does is then seen by watching it.
+    Only where nothing traces or transforms: all that a call does is then seen by watching it. A call that gradients
+    will flow through is repeated too, where its derivative is an op's own or PyTorch's.
     """
-    known = {}
+    signatures = {}  # by the types of the arguments: (what tells kinds of calls apart, {kind: the repeat})
 
     @functools.wraps(function)
     def call(*args, **kwargs):
-        if torch.compiler.is_compiling() or _dispatch_modes() or _transforms() or _jit_tracing():
+        if _compiling() or _dispatch_modes() or _transforms() or _jit_tracing():
             return function(*args, **kwargs)
-        tensors = []
-        key = _key(args, kwargs, tensors)
+        signature = (*map(type, args), *kwargs, *map(type, kwargs.values())) if kwargs else tuple(map(type, args))
+        known = signatures.get(signature)
+        if known is None:
+            known = signatures[signature] = (_key_of(args, kwargs), {})
+        key_of, known = known
+        key = key_of(*args, **kwargs)
         if key is None:
             return function(*args, **kwargs)
         found = known.get(key)
         if found is None:
             if len(known) >= _LIMIT:  # sizes that never repeat
                 known.clear()
-            result, found = _watch(function, args, kwargs, tensors)
-            known[key] = found
+            result, known[key] = _watch(function, args, kwargs)
             return result
         if found is _REFUSED or _device.profiled():
             return function(*args, **kwargs)
-        return found(*tensors)
+        return found(*args, **kwargs)
 
+    def find(*args):
+        """The repeat of a call like this one, which was made before; None where there is none."""
+        key_of, known = signatures.get(tuple(map(type, args)), (lambda *_: None, {}))
+        found = known.get(key_of(*args))
+        return None if found is _REFUSED else found
+
+    call.find = find
     return call
 
 
-def _key(args, kwargs, tensors):
-    """All that decides what a call does, or None where that is not known. Its tensors are added to `tensors`, once."""
-    key, places, learns = [], {}, _grad()
-    for a in (*args, *kwargs.values()) if kwargs else args:
-        kind = type(a)
-        if kind is _Tensor or kind is _Parameter:
-            if learns and a.requires_grad:
-                return None
-            place = places.setdefault(id(a), len(tensors))
-            if place < len(tensors):
-                key += (_SAME, place)
-                continue
-            index = a.get_device()
-            if index < 0 and not (INTERPRET and a.is_cpu):  # a meta tensor's index is the CPU's
-                return None
-            try:
-                key += (index, a.dtype, a.shape, a.stride(), a.data_ptr() % 16, a.is_neg())
-            except RuntimeError:  # it has no memory: a batch of gradients, for one
-                return None
-            tensors.append(a)
-        elif kind in _VALUES:
-            key += (kind, a)  # 1, 1.0 and True are equal
-        elif kind is tuple and all(type(v) in _VALUES for v in a):
-            key += (kind, a)
-        else:
-            return None
-    if not tensors or _forward_ad._current_level >= 0 or (not INTERPRET and index != _device.current()):
+def _key_of(args, kwargs):
+    """A function of arguments of these types that gives all that decides what a call does, or None: not known."""
+    given = [*((f"_{i}", a) for i, a in enumerate(args)), *kwargs.items()]
+    tensors = [name for name, a in given if type(a) in _TENSORS]
+    names = [name for name, _ in given]
+    if not tensors or not all(type(a) in _TENSORS or type(a) in _VALUES or type(a) in _LISTS for _, a in given):
+        return lambda *_, **__: None
+    first, device = tensors[0], "is_cpu" if INTERPRET else "get_device()"  # a meta tensor's index is the CPU's
+    parts, lists = [], [name for name, a in given if type(a) in _LISTS]
+    for t in tensors:
+        parts += [
+            f"{t}.{device}", f"{t}.dtype", f"{t}.shape", f"{t}.stride()", f"{t}.data_ptr() % 16", f"{t}.is_neg()",
+            f"learns and {t}.requires_grad",
+        ]  # fmt: skip
+    parts += [f"{a} is {b}" for i, a in enumerate(tensors) for b in tensors[:i]]
+    parts += [name for name, a in given if type(a) in _VALUES]
+    parts += [f"len({name}), *{name}, *map(type, {name})" for name in lists]  # types, for 1, 1.0 and True are equal
+    here = f"not {first}.is_cpu" if INTERPRET else f"{first}.get_device() < 0 or {first}.get_device() != current()"
+    there = "".join(f" or not VALUES.issuperset(map(type, {name}))" for name in lists)
+    source = f"""def key({", ".join(names)}):
+    if {here} or forward_ad._current_level >= 0{there}:
         return None
-    if _autocast():
-        device = tensors[0].device.type
-        key.append(torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device))
-    key += (_device.float32_precision(), *kwargs)
-    return tuple(key)
+    learns = grad()
+    try:
+        return ({", ".join(parts)}, autocast() and casts({first}), float32())
+    except RuntimeError:  # a tensor has no memory: a batch of gradients, for one
+        return None
+"""
+    values = {
+        "current": _device.current, "forward_ad": torch.autograd.forward_ad, "VALUES": _VALUES, "autocast": _autocast,
+        "grad": torch.is_grad_enabled, "casts": _casts, "float32": _device.float32_precision,
+    }  # fmt: skip
+    exec(source, values)  # noqa: S102
+    return values["key"]
 
 
-def _watch(function, args, kwargs, tensors):
-    """(result of the call, the function of its tensors that repeats it, or _REFUSED)."""
-    watch = _Watch(tensors)
+def _casts(t):
+    device = t.device.type
+    return torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device)
+
+
+def _watch(function, args, kwargs):
+    """(result of the call, the function that repeats it, or _REFUSED)."""
+    watch = _Watch(args, kwargs)
     _device.watching.by = watch
     try:
         with watch:
@@ -109,8 +131,6 @@ def _watch(function, args, kwargs, tensors):
     finally:
         _device.watching.by = None
     try:
-        if not all(_device.runs_kernels(t.device) for t in tensors):
-            raise _Unknown
         return result, watch.written(result)
     except _Unknown:
         return result, _REFUSED
@@ -126,14 +146,18 @@ class _Unknown(Exception):
 class _Watch(TorchDispatchMode):
     """Writes down what a call does. Tensors have names; their ids are theirs as long as this keeps them."""
 
-    def __init__(self, tensors):
+    def __init__(self, args, kwargs):
         super().__init__()
-        self.names = {id(t): f"a{i}" for i, t in enumerate(tensors)}
-        self.parameters = tuple(self.names.values())
-        self.kept = list(tensors)
+        given = [*((f"_{i}", a) for i, a in enumerate(args)), *kwargs.items()]
+        self.parameters = [name for name, _ in given]
+        self.tensors = {name: a for name, a in given if isinstance(a, torch.Tensor)}
+        self.names = {id(t): name for name, t in self.tensors.items()}
+        self.kept = list(self.tensors.values())
         self.lines = []  # (names made, names used, text, whether it has effects)
         self.roots = {}  # of a view: (name of what it is a view of, bytes from its start)
-        self.values = {"torch": torch, "stream": None}
+        self.learns = torch.is_grad_enabled()
+        self.learning = []  # (tensor, whether gradients flow into it)
+        self.values = {}
         self.refused = False
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -143,45 +167,71 @@ class _Watch(TorchDispatchMode):
         if func in _OF_DTYPES:
             return out
         tags = func.tags
-        if func is torch.ops.aten.detach.default and self.names.get(id(args[0]), "a")[0] == "t":
+        given = [t for t in (*args, *kwargs.values()) if isinstance(t, torch.Tensor)]
+        learns = self.learns and any(t.requires_grad for t in given)
+        if func is torch.ops.aten.detach.default and not learns and self.names.get(id(args[0]), "").startswith("_t"):
             self.names[id(out)] = self.names[id(args[0])]  # of memory made here, as torch.empty does by itself
             self.kept.append(out)
             return out
         if (
-            not all(isinstance(t, torch.Tensor) for t in outs)
+            (learns and (func._schema.is_mutable or not torch.is_grad_enabled()))
+            or not all(isinstance(t, torch.Tensor) for t in outs)
             or torch.Tag.data_dependent_output in tags
             or torch.Tag.dynamic_output_shape in tags
         ):
             self.refused = True
             return out
-        used = []
         try:
+            used = []
             text = f"{self.value(func)}({self.arguments(args, kwargs, used)})"
-            made = []
-            for t in outs:
-                if id(t) not in self.names:  # an op in place returns what it was given
-                    made.append(self.name(t))
+            made = [self.name(t) for t in outs if id(t) not in self.names]  # an op in place returns what it was given
             if made and str(func).startswith(("aten.empty", "aten.new_empty")):
-                text, used = self.allocation(outs[0])
-            source = next((a for a in args if isinstance(a, torch.Tensor)), None)
-            if func.is_view and made and len(outs) == 1 and source.dtype == outs[0].dtype:
-                root, offset = self.roots.get(self.names[id(source)], (self.names[id(source)], 0))
-                self.roots[made[0]] = (root, offset + outs[0].data_ptr() - source.data_ptr())
-            listed = [self.names[id(t)] for t in outs]
-            head = ", ".join(listed) + ("," if isinstance(out, (tuple, list)) else "")
-            self.lines.append((listed, used, f"{head} = {text}", func._schema.is_mutable or not made))
+                text, used = self.allocation(outs[0]), []
+            if func.is_view and made and len(outs) == 1 and given[0].dtype == out.dtype:
+                root, offset = self.roots.get(self.names[id(given[0])], (self.names[id(given[0])], 0))
+                self.roots[made[0]] = (root, offset + out.data_ptr() - given[0].data_ptr())
+            self.note(out, used, text, func._schema.is_mutable or not made)
+            learns = learns and func is not torch.ops.aten.detach.default
+            self.learning += [(t, learns and t.is_floating_point()) for t in outs if self.names[id(t)] in made]
         except _Unknown:
             self.refused = True
         return out
 
+    def applied(self, apply, known, args):
+        """apply(*args) of an autograd.Function, unwatched, for it is called again as a whole.
+
+        known: gives the quickest way to apply it, once it was applied.
+        """
+        _device.watching.by = None
+        try:
+            with _disable_current_modes():
+                out = apply(*args)
+                apply = known(*args)
+        finally:
+            _device.watching.by = self
+        try:
+            used = []
+            text = f"{self.value(apply)}({self.arguments(args, {}, used)})"
+            for t in out if isinstance(out, tuple) else (out,):
+                self.name(t)
+            self.note(out, used, text, True)
+        except _Unknown:
+            self.refused = True
+        return out
+
+    def note(self, out, used, text, effects):
+        several = isinstance(out, (tuple, list))
+        made = [self.names[id(t)] for t in (out if several else (out,))]
+        self.lines.append((made, used, f"{', '.join(made)}{',' * several} = {text}", effects))
+
     def name(self, t):
         self.kept.append(t)
-        return self.names.setdefault(id(t), f"t{len(self.names)}")
+        return self.names.setdefault(id(t), f"_t{len(self.names)}")
 
     def value(self, v):
         if v is None or type(v) in (int, bool, str):
             return repr(v)
-        name = f"v{len(self.values)}"
+        name = f"_v{len(self.values)}"
         self.values[name] = v
         return name
 
@@ -193,42 +243,41 @@ class _Watch(TorchDispatchMode):
             return used[-1]
         if isinstance(v, (tuple, list)) and any(isinstance(t, torch.Tensor) for t in v):
             return "[" + ", ".join(self.operand(t, used) for t in v) + "]"
-        return self.value(v)
+        return self.value(list(v) if type(v) is list else v)  # a list of its own
 
     def arguments(self, args, kwargs, used):
         given = [self.operand(a, used) for a in args]
         return ", ".join([*given, *(f"{k}={self.operand(a, used)}" for k, a in kwargs.items())])
 
     def allocation(self, t):
-        """The cheapest way to make memory that lies like t's."""
-        for like, name in zip(self.kept, self.parameters):
-            if like.shape == t.shape and like.stride() == t.stride() and like.is_contiguous() and like.numel():
-                same = like.dtype == t.dtype
-                return f"torch.empty_like({name}{'' if same else f', dtype={self.value(t.dtype)}'})", [name]
-        size, options = self.value(tuple(t.shape)), f"dtype={self.value(t.dtype)}, device={self.value(t.device)}"
-        if t.is_contiguous():
-            return f"torch.empty({size}, {options})", []
-        return f"torch.empty_strided({size}, {self.value(t.stride())}, {options})", []
+        """The quickest way to make memory that lies like t's."""
+        like = f"{self.value(tuple(t.shape))}, {self.value(t.stride())}"
+        quick = _allocator(t.device.type)
+        if quick is not None and (t.is_cpu or t.get_device() == _device.current()):
+            return f"{self.value(quick)}({like}, {self.value(t.dtype)})"
+        make = self.value(torch.empty_strided)
+        return f"{make}({like}, dtype={self.value(t.dtype)}, device={self.value(t.device)})"
 
-    def launched(self, launch, args):
+    def launched(self, launch, args, addresses):
         """`launch` is the text before the kernel's arguments; its values are named already."""
         used = []
         try:
-            given = [self.kernel_argument(a, used) for a in args]
+            given = [self.kernel_argument(a, used, addresses) for a in args]
             self.lines.append(((), used, launch(self.value, ", ".join(given)), True))
         except _Unknown:
             self.refused = True
 
-    def kernel_argument(self, a, used):
+    def kernel_argument(self, a, used, addresses):
         if isinstance(a, torch.Tensor):
             name = self.names.get(id(a))
             if name is None:
                 raise _Unknown
+            if not addresses:
+                used.append(name)
+                return name
             root, offset = self.roots.get(name, (name, 0))
-            if offset:  # a kernel is given an address
-                root, offset = name, 0
             used.append(root)
-            return root
+            return f"{root}.data_ptr()" + (f" + {offset}" if offset else "")
         if type(a) in DESCRIPTORS:
             rest = ", ".join(self.value(list(v)) for v in (a.shape, a.strides, a.block_shape))
             if hasattr(a, "layout"):
@@ -238,7 +287,7 @@ class _Watch(TorchDispatchMode):
 
     def written(self, result):
         """The function of the call's tensors that does the same."""
-        if self.refused:
+        if self.refused or (self.learns and any(t.requires_grad != learns for t, learns in self.learning)):  # detach_
             raise _Unknown
         used = []
         if isinstance(result, tuple):
