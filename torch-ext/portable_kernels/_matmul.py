@@ -150,8 +150,7 @@ def product(a, b, b2, bias, residual, how, plan=None):
     z2 = torch.empty_like(z) if how.save and b2 is not None else None
     if not y.numel():
         return y, z, z2
-    _compute(a, b, b2, y, z, z2, bias, residual, how, plan)
-    return y, z, z2
+    return _compute(a, b, b2, y, z, z2, bias, residual, how, plan), z, z2
 
 
 def _compute(a, b, b2, y, z, z2, bias, residual, how, plan):
@@ -164,7 +163,7 @@ def _compute(a, b, b2, y, z, z2, bias, residual, how, plan):
         operands, lies = [t.contiguous() for t in wide], lies.contiguous()
         residual = None if residual is None else lies
         g = geometry(*sizes, *[t.stride() for t in (*operands, y, lies)])
-    run(g, *operands[:2], None if b2 is None else operands[2], y, z, z2, bias, residual, how, plan)
+    return run(g, *operands[:2], None if b2 is None else operands[2], y, z, z2, bias, residual, how, plan)
 
 
 def _padded(t):
@@ -192,6 +191,7 @@ def sizes(device, M, N, K, batch, gated):
 
 
 def run(g, a, b, b2, y, z, z2, bias, residual, how, plan):
+    """y, or what a vendor's library made in its place."""
     device, compute = facts(a.device), compute_dtype(a)
     turns = (turned(a, g.a, g.M, g.K), turned(b, g.b, g.K, g.N), turned(b if b2 is None else b2, g.b2, g.K, g.N))
     batched = (_batched(g.a, g.outer, g.inner), _batched(g.b, g.outer, g.inner))
@@ -290,6 +290,7 @@ def run(g, a, b, b2, y, z, z2, bias, residual, how, plan):
     if part is not None:
         parts = (part[:, :, 0], None if b2 is None else part[:, :, 1])
         _sum(g, *parts, part.stride(1), plan.SPLIT_K, results, strides, numbers, epilogue, early)
+    return y
 
 
 def _options(y, how, compute, swapped):
@@ -317,17 +318,16 @@ def _sum(g, part, part2, step, split_k, results, strides, numbers, epilogue, ear
 def _vendor(g, a, b, b2, y, z, z2, bias, residual, how):
     """torch's products, and the epilogue as one pass over them. z and z2 may be the products themselves."""
     if b2 is None and how.activation is None and residual is None and z is None:
+        if a.dim() == b.dim() == 2 and (bias is None or bias.dtype == a.dtype):
+            return torch.mm(a, b) if bias is None else torch.addmm(bias, a, b)
         if bias is None:
-            torch.matmul(a, b, out=y)
-            return
-        if a.dim() == b.dim() == 2 and bias.dtype == a.dtype:
-            torch.addmm(bias, a, b, out=y)
-            return
+            return torch.matmul(a, b, out=y)
     z = torch.matmul(a, b, out=torch.empty_like(y) if z is None else z)
     z2 = None if b2 is None else torch.matmul(a, b2, out=torch.empty_like(y) if z2 is None else z2)
     numbers, epilogue = _options(y, how, compute_dtype(a), False)
     strides = (g.y, 0 if bias is None else bias.stride(0), g.residual)
     _sum(g, z, z2, g.M * g.N, 1, (y, None, None, bias, residual), strides, numbers, epilogue, False)
+    return y
 
 
 def choose(device, dtype, invariant, **asked):

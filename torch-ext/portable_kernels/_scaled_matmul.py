@@ -255,8 +255,11 @@ def _vendor_serves(a, b, scale_a, scale_b, bias, out_dtype):
 
 
 @_tuning.falls_back
-def scaled_matmul(a, b, scale_a, scale_b, bias, out_dtype, fast_accum, plan=None):
-    """The product from the kernels. scale_a: (M or fewer, blocks of K or 1); scale_b: the same of N."""
+def scaled_matmul(a, b, scale_a, scale_b, bias, out_dtype, fast_accum, plan=None, *, given=None):
+    """The product from the kernels. scale_a: (M or fewer, blocks of K or 1); scale_b: the same of N.
+
+    given: the scales as the caller has them, for torch, which takes one element of any shape.
+    """
     (M, K), N = a.shape, b.shape[1]
     device = facts(a.device)
     A_ROWS, B_ROWS = rows_of_block(scale_a, M), rows_of_block(scale_b, N)
@@ -267,8 +270,9 @@ def scaled_matmul(a, b, scale_a, scale_b, bias, out_dtype, fast_accum, plan=None
         vendor = describable and M * N > 0 and _vendor_serves(a, b, scale_a, scale_b, bias, out_dtype)
         plan = find_plan(device, a.dtype, b.dtype, M, N, K, fast_accum, blocks, describable, out_bytes, vendor)
     if plan.kind == "vendor":
-        scales = scale_a.reshape(()), scale_b.reshape(())
-        return torch._scaled_mm(a, b, *scales, bias, out_dtype=out_dtype, use_fast_accum=fast_accum)
+        return torch._scaled_mm(
+            a, b, *(given or (scale_a, scale_b)), bias, out_dtype=out_dtype, use_fast_accum=fast_accum
+        )
     out = torch.empty((M, N), dtype=out_dtype, device=a.device)
     if not out.numel():
         return out

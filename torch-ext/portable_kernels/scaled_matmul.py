@@ -63,7 +63,7 @@ def scaled_matmul_reference(a, b, scale_a, scale_b, bias=None, out_dtype=torch.b
     """What `scaled_matmul` computes, in plain PyTorch."""
     compute = torch.promote_types(scale_a.dtype, torch.float32)
     wide_a = a.to(compute) * _spread(_scale_rows(scale_a, *a.shape), *a.shape)
-    wide_b = b.to(compute) * _spread(_scale_rows(scale_b.t(), *b.t().shape), *b.t().shape).t()
+    wide_b = b.to(compute) * _spread(_scale_columns(scale_b, *b.shape), *b.t().shape).t()
     out = wide_a @ wide_b
     return (out if bias is None else out + bias.to(compute)).to(out_dtype)
 
@@ -75,6 +75,11 @@ def _scale_rows(scale, rows, K):
     blocks = cdiv(K, _quantize.GROUP)
     known = (rows, 1), (rows, blocks), (cdiv(rows, _quantize.GROUP), blocks)
     return scale if scale.shape in known else None
+
+
+def _scale_columns(scale, K, columns):
+    """A scale of (K, columns) as `_scale_rows` of the transpose."""
+    return _scale_rows(scale if scale.dim() != 2 else scale.t(), columns, K)
 
 
 def _spread(scale, rows, K):
@@ -113,8 +118,8 @@ def scaled_matmul_fwd(
     a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, bias: Optional[Tensor], out_dtype: torch.dtype,
     fast_accum: bool,
 ) -> Tensor:  # fmt: skip
-    rows_a, rows_b = _scale_rows(scale_a, *a.shape), _scale_rows(scale_b.t(), *b.t().shape)
-    return _scaled_matmul.scaled_matmul(a, b, rows_a, rows_b, bias, out_dtype, fast_accum)
+    scales = _scale_rows(scale_a, *a.shape), _scale_columns(scale_b, *b.shape)
+    return _scaled_matmul.scaled_matmul(a, b, *scales, bias, out_dtype, fast_accum, given=(scale_a, scale_b))
 
 
 @scaled_matmul_fwd.register_fake
@@ -159,7 +164,6 @@ def scaled_matmul(
     Autograd: refused; an error when a gradient flows in.
     """
     _check(a, b, scale_a, scale_b, bias, out_dtype, fast_accum)
-    scale_a, scale_b = (s.reshape(1, 1) if s.dim() != 2 else s for s in (scale_a, scale_b))
     return _scaled_product(a, b, scale_a, scale_b, bias, out_dtype, fast_accum)
 
 
@@ -231,7 +235,7 @@ def _check(a, b, scale_a, scale_b, bias, out_dtype, fast_accum):
             f"{op}: scale_a must have one element or shape {(M, 1)}, {(M, cdiv(K, G))} or {(cdiv(M, G), cdiv(K, G))} "
             f"for a {tuple(a.shape)}, got {tuple(scale_a.shape)}"
         )
-    if scale_b.numel() != 1 and (scale_b.dim() != 2 or _scale_rows(scale_b.t(), N, K) is None):
+    if _scale_columns(scale_b, K, N) is None:
         G = _quantize.GROUP
         raise ValueError(
             f"{op}: scale_b must have one element or shape {(1, N)}, {(cdiv(K, G), N)} or {(cdiv(K, G), cdiv(N, G))} "
