@@ -339,6 +339,61 @@ def test_adapters(patching, device, order):
     same_gradients(found[2], expected[2])
 
 
+@pytest.mark.parametrize("order", ["adapted first", "patched first"])
+def test_lora(patching, device, order):
+    """peft's: gradients of the adapters, and the model into which they are merged."""
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(
+        r=2, lora_alpha=4, init_lora_weights=False, target_modules="all-linear", task_type="CAUSAL_LM"
+    )
+    model, ops = model_of("LlamaForCausalLM"), ("mlp", "loss")
+    if order == "patched first":
+        patching.patch_model(model, ops)
+    adapted = peft.get_peft_model(model, config).to(device).train()
+    if order == "adapted first":
+        patching.patch_model(model, ops)
+    inputs = inputs_of(adapted)
+    found = step(adapted, inputs)
+    patching.unpatch_model(model)
+    expected = step(adapted, inputs)
+    same(found[0], expected[0])
+    same_gradients(found[2], expected[2])
+    assert found[2] and all("lora_" in name for name in found[2])
+    report = patching.patch_model(model, ops)
+    merged = adapted.merge_and_unload().eval()
+    with torch.no_grad():
+        logits = merged(**inputs).logits
+        patching.unpatch_model(merged)
+        same(logits, merged(**inputs).logits)
+    assert counted(report)["swiglu", "projections called"] == 1
+
+
+@pytest.mark.parametrize("order", ["patched first", "offloaded first"])
+def test_offload(patching, device, order):
+    """accelerate's: a module's weights are there while its forward runs, and no longer."""
+    accelerate = pytest.importorskip("accelerate")
+    model = model_of("LlamaForCausalLM", device).train()
+    inputs = inputs_of(model)
+    with torch.no_grad():
+        expected = model(**inputs)
+    if order == "offloaded first":
+        accelerate.cpu_offload(model, execution_device=device)
+    report = patching.patch_model(model)
+    if order == "patched first":
+        assert counted(report) == REPLACED["LlamaForCausalLM"]
+        accelerate.cpu_offload(model, execution_device=device)
+    else:
+        assert {k.cls for k in report.kept if "set by something else" in k.why} == {"LlamaRMSNorm", "LlamaForCausalLM"}
+    assert all(p.is_meta for p in model.parameters())
+    with torch.no_grad():
+        same(model(**inputs).loss, expected.loss)
+        same(model.eval()(**inputs).logits, expected.logits)
+    accelerate.hooks.remove_hook_from_module(model, recurse=True)
+    patching.unpatch_model(model)
+    with torch.no_grad():
+        assert torch.equal(model.train().to(device)(**inputs).logits, expected.logits)
+
+
 def test_loss(patching, device):
     """What callers may ask of the loss; logits where they ask for them."""
     model = model_of("LlamaForCausalLM", device).train()
