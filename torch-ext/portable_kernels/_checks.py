@@ -58,10 +58,30 @@ def number(op, name, value, low=None, optional=False):
         raise TypeError(f"{op}: {name} must be a number{' or None' if optional else ''}, got {type(value).__name__}")
     if abs(value) > 1.7976931348623157e308 and value not in (float("inf"), -float("inf")):
         raise ValueError(f"{op}: {name} must be in the range of float64, got a larger number")
+    if isinstance(value, int):
+        _fits(op, name, value)
     if low is not None and not value >= low:
         raise ValueError(f"{op}: {name} must be at least {low}, got {value}")
 
 
-def flag(op, name, value):
-    if not isinstance(value, bool):
-        raise TypeError(f"{op}: {name} must be True or False, got {value!r}")
+def integer(op, name, value, low=None, optional=False):
+    """Refuse what is no int of 64 bits, or below `low`."""
+    if value is None and optional:
+        return
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{op}: {name} must be an int{' or None' if optional else ''}, got {type(value).__name__}")
+    _fits(op, name, value)
+    if low is not None and not value >= low:
+        raise ValueError(f"{op}: {name} must be at least {low}, got {value}")
+
+
+def _fits(op, name, value):
+    if not -(2**63) <= value < 2**63:
+        raise ValueError(f"{op}: {name} must be an int of 64 bits, or a float, got {value}")
+
+
+def flags(op, **values):
+    """Refuse what is not True or False."""
+    for name, value in values.items():
+        if not isinstance(value, bool):
+            raise TypeError(f"{op}: {name} must be True or False, got {value!r}")

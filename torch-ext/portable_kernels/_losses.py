@@ -67,6 +67,8 @@ def check_labels(op, name, labels, x, dim):
     """Refuse labels that are no integers of x's device and of its shape without `dim`."""
     if not isinstance(labels, torch.Tensor):
         raise TypeError(f"{op}: {name} must be a tensor, got {type(labels).__name__}")
+    if labels.is_nested:
+        raise TypeError(f"{op}: {name} must be a strided tensor, got a nested one")
     if labels.dtype not in (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8):
         raise TypeError(f"{op}: {name} must have an integer dtype, got {str(labels.dtype).replace('torch.', '')}")
     _checks.shape(op, name, labels, lead(x, dim))

@@ -44,13 +44,16 @@ def from_row(cos, sin, offset, x, layout, cu_seqlens):
     return cos.narrow(-2, offset, rows), sin.narrow(-2, offset, rows), None
 
 
-def check_pair(op, q, k, cos, sin, unsqueeze_dim, mrope_section=None, **weights):
+def check_pair(op, q, k, cos, sin, unsqueeze_dim, interleaved, mrope_section=None, **weights):
     """The layout of q and k."""
     if q is None and k is None:
         raise TypeError(f"{op}: q or k must be a tensor, got None for both")
     name, x = ("k", k) if q is None else ("q", q)
     _checks.tensors(op, x, first=name, k=None if q is None else k, **weights)
     require_tables(op, x, name, cos, sin)
+    _checks.integer(op, "unsqueeze_dim", unsqueeze_dim)
+    _checks.flags(op, interleaved=interleaved)
+    axes = check_sections(op, mrope_section, cos.shape[-1])
     lined_up = heads_dim(unsqueeze_dim, cos, mrope_section)
     layout = check_layout(op, "unsqueeze_dim", unsqueeze_dim, x, lined_up)
     if q is not None and k is not None:
@@ -58,7 +61,6 @@ def check_pair(op, q, k, cos, sin, unsqueeze_dim, mrope_section=None, **weights)
         if k.dim() == q.dim():
             expected[lined_up] = k.shape[lined_up]
         _checks.shape(op, "k", k, expected)
-    axes = check_sections(op, mrope_section, cos.shape[-1])
     check_tables(op, x, layout, cos, sin, cos.shape[-1], axes)
     return layout
 
@@ -84,6 +86,8 @@ def check_layout(op, argument, value, x, lined_up):
 
 def check_sections(op, sections, rotary_dim):
     """How many axes there are; 0 without sections."""
+    if not isinstance(sections, (type(None), tuple, list)) or any(type(n) is not int for n in sections or ()):
+        raise TypeError(f"{op}: mrope_section must be a list of ints or None, got {sections!r}")
     if not sections:
         return 0
     if len(sections) not in (2, 3) or sum(sections) * 2 != rotary_dim or min(sections) < 0:

@@ -185,7 +185,7 @@ def flash_attn_func(
     """
     op = "flash_attn_func"
     _check(op, q, k, v, 4, dropout_p, softmax_scale, window_size, softcap, alibi_slopes, s_aux)
-    _checks.flag(op, "causal", causal)
+    _checks.flags(op, causal=causal, deterministic=deterministic, return_attn_probs=return_attn_probs)
     _check_slopes(op, alibi_slopes, q.shape[0], q.shape[2])
     if q.shape[0] != k.shape[0] or k.shape[:-1] != v.shape[:-1]:
         raise ValueError(f"{op}: k and v must have shapes (B, Sk, Hk, D), got {tuple(k.shape)} and {tuple(v.shape)}")
@@ -249,7 +249,7 @@ def flash_attn_varlen_func(
     _check(op, q, k, v, 3, dropout_p, softmax_scale, window_size, softcap, alibi_slopes, s_aux, block_table is not None)
     if k.shape[:-1] != v.shape[:-1]:
         raise ValueError(f"{op}: v must have the sizes {tuple(k.shape[:-1])} of k, got {tuple(v.shape[:-1])}")
-    _checks.flag(op, "causal", causal)
+    _checks.flags(op, causal=causal, deterministic=deterministic, return_attn_probs=return_attn_probs)
     _check_starts(op, q, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
     _checks.shape(op, "cu_seqlens_k", cu_seqlens_k, cu_seqlens_q.shape)
     B = cu_seqlens_q.shape[0] - 1
@@ -321,8 +321,7 @@ def scaled_dot_product_attention(
                          f"{tuple(value.shape)} for {tuple(query.shape)}")  # fmt: skip
     if q.shape[2] != k.shape[2] and not enable_gqa:
         raise ValueError(f"{op}: key must have query's {q.shape[2]} heads without enable_gqa, got {k.shape[2]}")
-    _checks.flag(op, "is_causal", is_causal)
-    _checks.flag(op, "enable_gqa", enable_gqa)
+    _checks.flags(op, is_causal=is_causal, enable_gqa=enable_gqa)
     mask = _mask(op, attn_mask, query, key, is_causal)
     if not use_kernel(query) and not dropout_p and (mask is None or mask.dtype in (torch.bool, query.dtype)):
         out = torch.nn.functional.scaled_dot_product_attention(
@@ -406,7 +405,7 @@ def _bound(op, name, value, rows):
         raise TypeError(f"{op}: {name} must be an int or a tensor, got {type(value).__name__}")
     if value < 0:
         raise ValueError(f"{op}: {name} must be at least 0, got {value}")
-    return value
+    return min(value, rows)
 
 
 def _window(window, causal, longest):

@@ -127,6 +127,7 @@ def cross_entropy(
     """
     op = "cross_entropy"
     _check(op, x, target, ignore_index, reduction, label_smoothing, z_loss, softcap, logit_scale)
+    _checks.flags(op, return_aux=return_aux)
     dim, soft = _class_dim(x), target.is_floating_point()
     _checks.tensors(op, x, weight=weight)
     _checks.shape(op, "weight", weight, (x.shape[dim],))
@@ -177,6 +178,7 @@ def vocab_parallel_cross_entropy(
     _check(op, x, target, ignore_index, reduction, label_smoothing, z_loss, softcap, logit_scale)
     if target.is_floating_point():
         raise TypeError(f"{op}: target must have an integer dtype, got {str(target.dtype).replace('torch.', '')}")
+    _checks.flags(op, return_aux=return_aux)
     group = torch.distributed.group.WORLD if group is None else group
     dim = _class_dim(x)
     share = label_smoothing / max(x.shape[dim] * torch.distributed.get_world_size(group), 1)
@@ -246,8 +248,7 @@ def _check(op, x, target, ignore_index, reduction, label_smoothing, z_loss, soft
     if not x.dim():
         raise ValueError(f"{op}: x must have 1 or more dimensions, got 0")
     _losses.check_reduction(op, reduction)
-    if isinstance(ignore_index, bool) or not isinstance(ignore_index, int):
-        raise TypeError(f"{op}: ignore_index must be an int, got {type(ignore_index).__name__}")
+    _checks.integer(op, "ignore_index", ignore_index)
     _checks.number(op, "label_smoothing", label_smoothing, low=0)
     if label_smoothing > 1:
         raise ValueError(f"{op}: label_smoothing must be at most 1, got {label_smoothing}")

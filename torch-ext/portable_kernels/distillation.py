@@ -414,5 +414,4 @@ def _check(op, x, teacher, temperature, labels, ignore_index, reduction):
     _losses.check_reduction(op, reduction)
     if labels is not None:
         _losses.check_labels(op, "labels", labels, x, -1)
-    if isinstance(ignore_index, bool) or not isinstance(ignore_index, int):
-        raise TypeError(f"{op}: ignore_index must be an int, got {type(ignore_index).__name__}")
+    _checks.integer(op, "ignore_index", ignore_index)

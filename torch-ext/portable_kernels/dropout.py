@@ -214,7 +214,7 @@ def _check(op, x, p, training, seed, *residual):
     _checks.number(op, "p", p)
     if not 0 <= p <= 1:
         raise ValueError(f"{op}: p must be in [0, 1], got {p}")
-    _checks.flag(op, "training", training)
+    _checks.flags(op, training=training)
     if isinstance(seed, Tensor):
         if seed.dtype != torch.int64:
             raise TypeError(f"{op}: seed must have dtype int64, got {str(seed.dtype).replace('torch.', '')}")

@@ -302,8 +302,7 @@ def _gated_checked(op, x, activation, gate_first=True, interleaved=False, limit=
     if not x.dim() or x.shape[-1] % 2:
         raise ValueError(f"{op}: x must have an even last dimension, got {tuple(x.shape)}")
     _checks.choice(op, "activation", activation, ACTIVATIONS)
-    _checks.flag(op, "gate_first", gate_first)
-    _checks.flag(op, "interleaved", interleaved)
+    _checks.flags(op, gate_first=gate_first, interleaved=interleaved)
     _checks.number(op, "limit", limit, low=0, optional=True)
     _checks.number(op, "alpha", alpha, optional=True)
     _checks.number(op, "up_offset", up_offset)

@@ -434,8 +434,9 @@ def rms_norm_gated(
     _checks.number(op, "eps", eps, low=0, optional=True)
     _checks.choice(op, "activation", activation, ACTIVATIONS)
     _checks.choice(op, "casting", casting, _BEFORE_WEIGHT)
+    _checks.flags(op, norm_before_gate=norm_before_gate)
     if group_size is not None and (not isinstance(group_size, int) or group_size < 1 or x.shape[-1] % group_size):
         raise ValueError(f"{op}: group_size must be an int that divides {x.shape[-1]}, got {group_size}")
     size = x.shape[-1] if group_size is None else group_size
-    params = (x, gate, weight, eps, activation, bool(norm_before_gate), size, _BEFORE_WEIGHT[casting])
+    params = (x, gate, weight, eps, activation, norm_before_gate, size, _BEFORE_WEIGHT[casting])
     return _rms_norm_gated(*params)[0] if use_kernel(x) else _reference(*params)[0].contiguous()

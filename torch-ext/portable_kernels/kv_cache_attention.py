@@ -242,8 +242,7 @@ def flash_attn_with_kvcache(
     )  # fmt: skip
     _checks.number(op, "softmax_scale", softmax_scale, optional=True)
     _checks.number(op, "softcap", softcap, low=0)
-    _checks.flag(op, "causal", causal)
-    _checks.flag(op, "rotary_interleaved", rotary_interleaved)
+    _checks.flags(op, causal=causal, rotary_interleaved=rotary_interleaved, return_softmax_lse=return_softmax_lse)
     if isinstance(num_splits, bool) or not isinstance(num_splits, int) or num_splits < 0:
         raise ValueError(f"{op}: num_splits must be an integer of at least 0, got {num_splits!r}")
     _check_window(op, window_size)
@@ -295,7 +294,10 @@ def _check(op, q, k_cache, v_cache, k, v, cos, sin, seqlens, batch_idx, leftpad,
         ("cache_leftpad", leftpad, (B,)),
         ("block_table", table, None),
     ):
-        if t is None or (name == "cache_seqlens" and isinstance(t, int) and not isinstance(t, bool)):
+        if name == "cache_seqlens" and isinstance(t, int):
+            _checks.integer(op, name, t)
+            continue
+        if t is None:
             continue
         if not isinstance(t, Tensor) or t.dtype not in (torch.int32, torch.int64):
             kind = str(t.dtype) if isinstance(t, Tensor) else type(t).__name__

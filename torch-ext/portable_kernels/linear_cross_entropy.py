@@ -87,6 +87,7 @@ def linear_cross_entropy(
     lead, V = x.shape[:-1], linear_weight.shape[0]
     soft = isinstance(target, Tensor) and target.is_floating_point()
     if soft:
+        _checks.tensors(op, x, target=target)
         _checks.shape(op, "target of probabilities", target, (*lead, V))
     else:
         _losses.check_labels(op, "target", target, _logits_shaped(x, *lead, V), -1)
@@ -155,6 +156,7 @@ def token_log_probs(
     lead, V = x.shape[:-1], linear_weight.shape[0]
     _losses.check_labels(op, "ids", ids, _logits_shaped(x, *lead, V), -1)
     _checks.number(op, "temperature", temperature)
+    _checks.flags(op, return_entropy=return_entropy)
     if not temperature > 0:
         raise ValueError(f"{op}: temperature must be above 0, got {temperature}")
     ids = ids.reshape(-1).long()
@@ -166,7 +168,7 @@ def token_log_probs(
     nothing = torch.iinfo(torch.int64).min  # is ignored
     loss, entropy, *_ = linear_cross_entropy_rows(
         x, linear_weight, ids, None, None, nothing, 1.0, 0.0, None, 1.0 / temperature, 0.0, "none", chunk_bytes,
-        bool(return_entropy), False, False, False,
+        return_entropy, False, False, False,
     )  # fmt: skip
     return (-loss.view(lead), entropy.view(lead)) if return_entropy else -loss.view(lead)
 
@@ -177,16 +179,14 @@ def _logits_shaped(x, *shape):
 
 def _operands(op, x, linear_weight, linear_bias, chunk_bytes):
     """(x, linear_weight, linear_bias), checked, and cast as torch's linear casts them under autocast."""
+    _checks.given(op, linear_weight=linear_weight)
     _checks.tensors(op, x, linear_weight=linear_weight, linear_bias=linear_bias)
     if not x.dim():
         raise ValueError(f"{op}: x must have 1 or more dimensions, got 0")
     if linear_weight.dim() != 2 or linear_weight.shape[1] != x.shape[-1]:
         raise ValueError(f"{op}: linear_weight must have shape (V, {x.shape[-1]}), got {tuple(linear_weight.shape)}")
     _checks.shape(op, "linear_bias", linear_bias, linear_weight.shape[:1])
-    if chunk_bytes is not None and (isinstance(chunk_bytes, bool) or not isinstance(chunk_bytes, int)):
-        raise TypeError(f"{op}: chunk_bytes must be an int or None, got {type(chunk_bytes).__name__}")
-    if chunk_bytes is not None and chunk_bytes < 1:
-        raise ValueError(f"{op}: chunk_bytes must be at least 1, got {chunk_bytes}")
+    _checks.integer(op, "chunk_bytes", chunk_bytes, low=1, optional=True)
     operands = autocast(x, linear_weight, linear_bias)
     for name, t in zip(("linear_weight", "linear_bias"), operands[1:]):
         if t is not None and t.dtype != operands[0].dtype:

@@ -367,7 +367,7 @@ def gated_linear(
     _layer_shapes(op, x, weight_gate=weight_gate, weight_up=weight_up)
     _checks.shape(op, "weight_up", weight_up, weight_gate.shape)
     _checks.choice(op, "activation", activation, ACTIVATIONS)
-    _checks.flag(op, "batch_invariant", batch_invariant)
+    _checks.flags(op, batch_invariant=batch_invariant)
     x, weight_gate, weight_up = autocast(x, weight_gate, weight_up)
     _one_dtype(op, x=x, weight_gate=weight_gate, weight_up=weight_up)
     precision = _precision(op, precision)
@@ -388,7 +388,7 @@ def _call(op, names, a, b, bias, activation, residual, out_dtype, precision, bat
         _checks.choice(op, "activation", activation, ACTIVATIONS)
     if out_dtype is not None:
         _checks.choice(op, "out_dtype", out_dtype, _checks.FLOATS)
-    _checks.flag(op, "batch_invariant", batch_invariant)
+    _checks.flags(op, batch_invariant=batch_invariant)
     a, b, bias = autocast(a, b, bias)
     _one_dtype(op, **dict(zip(names, (a, b))))
     precision = _precision(op, precision)

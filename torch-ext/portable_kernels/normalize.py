@@ -282,8 +282,7 @@ def normalize(x: Tensor, p: float = 2.0, dim: int = -1, eps: float = 1e-12, *, m
     _checks.choice(op, "mode", mode, _MODES)
     if mode == "rsqrt" and p != 2:
         raise ValueError(f"{op}: p must be 2 with mode 'rsqrt', got {p}")
-    if isinstance(dim, bool) or not isinstance(dim, int):
-        raise TypeError(f"{op}: dim must be an int, got {type(dim).__name__}")
+    _checks.integer(op, "dim", dim)
     ndim = max(x.dim(), 1)  # a single number is a row of one
     if not -ndim <= dim < ndim:
         raise ValueError(f"{op}: dim must be in {-ndim} to {ndim - 1} for x {tuple(x.shape)}, got {dim}")

@@ -327,8 +327,7 @@ def cumsum(x: Tensor, dim: int, *, dtype: Optional[torch.dtype] = None) -> Tenso
     """Running sums along a dimension. Integers and bool: int64, unless `dtype` says otherwise."""
     x, dtype = _converted("cumsum", x, dtype)
     _check_tensor("cumsum", x, _INTEGERS)
-    if isinstance(dim, bool) or not isinstance(dim, int):
-        raise TypeError(f"cumsum: dim must be an int, got {type(dim).__name__}")
+    _checks.integer("cumsum", "dim", dim)
     dims = _dims("cumsum", x, dim)
     dtype = dtype or (x.dtype if x.is_floating_point() else torch.int64)
     dim = dims[0] if dims else -1
@@ -337,6 +336,7 @@ def cumsum(x: Tensor, dim: int, *, dtype: Optional[torch.dtype] = None) -> Tenso
 
 def _call(op, x, dim, keepdim, kind, param=0.0, *, dtype=None, integers=(), nonempty=False):
     _check_tensor(op, x, _INTEGERS if kind == "sum" else integers)
+    _checks.flags(op, keepdim=keepdim)
     dims = _dims(op, x, dim)
     if nonempty:
         _check_elements(op, x, dims)
@@ -348,8 +348,8 @@ def _call(op, x, dim, keepdim, kind, param=0.0, *, dtype=None, integers=(), none
 
 def _arg(op, x, dim, keepdim):
     _check_tensor(op, x, _INTEGERS[1:])
-    if dim is not None and (isinstance(dim, bool) or not isinstance(dim, int)):
-        raise TypeError(f"{op}: dim must be an int or None, got {type(dim).__name__}")
+    _checks.integer(op, "dim", dim, optional=True)
+    _checks.flags(op, keepdim=keepdim)
     if dim is None:
         _check_elements(op, x, range(x.dim()))
         y = _call(op, x.reshape(-1), 0, False, op, dtype=torch.int64, integers=_INTEGERS, nonempty=True)

@@ -330,7 +330,7 @@ def apply_rotary_pos_emb(
     Source: Su et al. 2021; transformers' modeling_llama.py, modeling_qwen2_vl.py.
     """
     op = "apply_rotary_pos_emb"
-    layout = check_pair(op, q, k, cos, sin, unsqueeze_dim, mrope_section)
+    layout = check_pair(op, q, k, cos, sin, unsqueeze_dim, interleaved, mrope_section)
     table_dtype = torch.promote_types(cos.dtype, sin.dtype)
     params = interleaved, False, cos.shape[-1], list(mrope_section or ())
     return _call_pair(
@@ -387,6 +387,9 @@ def rotary(
     op = "rotary"
     _checks.tensors(op, x)
     require_tables(op, x, "x", cos, sin)
+    _checks.integer(op, "heads_dim", heads_dim)
+    _checks.integer(op, "rotary_dim", rotary_dim, optional=True)
+    _checks.flags(op, interleaved=interleaved, inverse=inverse)
     lined_up = heads_dim - x.dim() if heads_dim >= 0 else heads_dim
     layout = check_layout(op, "heads_dim", heads_dim, x, lined_up)
     rotary_dim = cos.shape[-1] if rotary_dim is None else rotary_dim
@@ -396,7 +399,7 @@ def rotary(
         cos, sin, offsets = from_row(cos, sin, offsets, x, layout, cu_seqlens)
     indexed = position_ids is not None or offsets is not None or cu_seqlens is not None
     check_tables(op, x, layout, cos, sin, rotary_dim, 0 if indexed else axes, indexed)
-    params = bool(interleaved), bool(inverse), rotary_dim, list(mrope_section or ()), x.dtype, x.dtype
+    params = interleaved, inverse, rotary_dim, list(mrope_section or ()), x.dtype, x.dtype
     return _call_pair(
         lambda x, _, *layouts: (_rotary if use_kernel(x) else _fwd_reference)(
             x, None, cos, sin, position_ids, offsets, cu_seqlens, *layouts, *params
@@ -438,7 +441,7 @@ def qk_norm_rotary(
     Source: Zhang and Sennrich 2019; Su et al. 2021; transformers' modeling_qwen3.py.
     """
     op = "qk_norm_rotary"
-    layout = check_pair(op, q, k, cos, sin, unsqueeze_dim, q_weight=q_weight, k_weight=k_weight)
+    layout = check_pair(op, q, k, cos, sin, unsqueeze_dim, interleaved, q_weight=q_weight, k_weight=k_weight)
     D = (k if q is None else q).shape[-1]
     _checks.shape(op, "q_weight", q_weight, (D,))
     _checks.shape(op, "k_weight", k_weight, (D,))
@@ -453,7 +456,7 @@ def qk_norm_rotary(
         return apply_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim, interleaved=interleaved)
     if q is None:
         q_weight, k_weight = k_weight, None
-    params = bool(interleaved), float(eps), float(offset), _BEFORE_WEIGHT[casting]
+    params = interleaved, float(eps), float(offset), _BEFORE_WEIGHT[casting]
     return _call_pair(
         lambda q, k, *layouts: (_qk_norm_rotary if use_kernel(q) else _norm_fwd_reference)(
             q, k, q_weight, None if k is None else k_weight, cos, sin, *layouts, *params

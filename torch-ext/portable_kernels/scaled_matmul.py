@@ -198,8 +198,8 @@ def quantize_fp8(
     _fp8_dtype("quantize_fp8", "dtype", dtype)
     _checks.choice("quantize_fp8", "scaling", scaling, _SCALINGS)
     kind = scaling
+    _checks.choice("quantize_fp8", "block", tuple(block) if isinstance(block, list) else block, _BLOCKS)
     if scaling == "block":
-        _checks.choice("quantize_fp8", "block", tuple(block) if isinstance(block, list) else block, _BLOCKS)
         kind = _BLOCKS[tuple(block)]
     least = {"tensor": 0, "square": 2}.get(kind, 1)
     if x.dim() < least:
@@ -222,8 +222,9 @@ def _check(a, b, scale_a, scale_b, bias, out_dtype, fast_accum):
             _fp8_dtype(op, name, t.dtype)
         elif t.dtype != torch.float32:
             raise TypeError(f"{op}: {name} must have dtype float32, got {str(t.dtype).replace('torch.', '')}")
-        if t.layout is not torch.strided:
-            raise TypeError(f"{op}: {name} must be a strided tensor, got layout {t.layout}")
+        if t.layout is not torch.strided or t.is_nested:
+            kind = "a nested one" if t.is_nested else f"layout {t.layout}"
+            raise TypeError(f"{op}: {name} must be a strided tensor, got {kind}")
         if t.device != a.device:
             raise ValueError(f"{op}: {name} must be on {a.device} as a is, got {t.device}")
     if a.dim() != 2 or b.dim() != 2 or a.shape[1] != b.shape[0]:
@@ -248,4 +249,4 @@ def _check(a, b, scale_a, scale_b, bias, out_dtype, fast_accum):
             raise ValueError(f"{op}: bias must be on {a.device} as a is, got {bias.device}")
     if out_dtype not in _OUT_DTYPES:
         raise TypeError(f"{op}: out_dtype must be bfloat16 | float16 | float32, got {out_dtype}")
-    _checks.flag(op, "fast_accum", fast_accum)
+    _checks.flags(op, fast_accum=fast_accum)

@@ -265,8 +265,7 @@ def _canonical(op, x, dim, dtype):
     if dtype is not None and isinstance(x, Tensor) and x.dtype in _INTEGERS:
         x = x.to(dtype)
     _checks.tensors(op, x)
-    if isinstance(dim, bool) or not isinstance(dim, int):
-        raise TypeError(f"{op}: dim must be an int, got {type(dim).__name__}")
+    _checks.integer(op, "dim", dim)
     ndim = max(x.dim(), 1)  # a single number is a row of one
     if not -ndim <= dim < ndim:
         raise ValueError(f"{op}: dim must be in {-ndim} to {ndim - 1} for x {tuple(x.shape)}, got {dim}")

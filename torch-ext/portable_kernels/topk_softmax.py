@@ -215,11 +215,10 @@ def topk_softmax(
         raise TypeError(f"{op}: dtype must be float64 | float32 | float16 | bfloat16 or None, got {dtype}")
     if not x.dim():
         raise ValueError(f"{op}: x must have at least one dimension, got shape ()")
-    if isinstance(k, bool) or not isinstance(k, int):
-        raise TypeError(f"{op}: k must be an int, got {type(k).__name__}")
+    _checks.integer(op, "k", k)
     if not 1 <= k <= x.shape[-1]:
         raise ValueError(f"{op}: k must be in 1 to {x.shape[-1]} for x {tuple(x.shape)}, got {k}")
-    _checks.flag(op, "renormalize", renormalize)
+    _checks.flags(op, renormalize=renormalize)
     args = x, k, renormalize, dtype or x.dtype
     if use_kernel(x) and x.shape[-1] <= _WIDEST:
         return _topk_softmax(*args)
