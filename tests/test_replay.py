@@ -274,6 +274,14 @@ def test_other_devices_are_other_kinds(replayed, device):
     assert len(f.calls) == 2
 
 
+def test_kinds_that_come_once_are_not_watched(replayed, internals, device, monkeypatch):
+    monkeypatch.setattr(internals("_replay"), "_SEEN", 2)
+    f, x = replayed(lambda x: x + 1), torch.zeros(3, device=device)
+    assert all(torch.equal(f(x + n), x + n + 1) for n in range(6)) and len(f.calls) == 3
+    f(torch.zeros(4, device=device))
+    assert len(f.calls) == 4
+
+
 def test_kinds_are_forgotten(replayed, internals, device, monkeypatch):
     monkeypatch.setattr(internals("_replay"), "_LIMIT", 8)
     f = replayed(lambda x: x + 1)
