@@ -1,14 +1,30 @@
-"""Write docs/performance.md from what was measured: python benchmarks/report.py
+"""Write docs/performance.* and the README's table from what was measured: python benchmarks/report.py
 
-Of results/<device>_sweep.json (sweep.py) and results/<device>_memory.json (memory_linear_cross_entropy.py).
+Of results/nvidia_h200_*.json: sweep (sweep.py), end_to_end (end_to_end.py), memory (memory_linear_cross_entropy.py).
+docs/performance.md has every number, docs/performance.html lets a browser compare them, docs/plots/ has pictures.
 """
 
 import json
+import re
+import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-RESULTS = ROOT / "benchmarks" / "results"
+RESULTS, DOCS = ROOT / "benchmarks" / "results", ROOT / "docs"
 OURS = "portable-kernels"
+# What the README shows of the sweep: an op of each family, at the sizes of a model of 8 billion parameters.
+SHORT = [
+    ("softmax", "32768 x 4096"), ("rms_norm", "32768 x 4096"), ("add_rms_norm", "32768 x 4096"),
+    ("layer_norm", "32768 x 4096"), ("swiglu", "llama3_8b"), ("gelu", "llama3_8b"),
+    ("apply_rotary_pos_emb", "llama3_8b"), ("cross_entropy", "llama3_8b"), ("dropout", "llama3_8b"),
+    ("reductions.sum of rows", "32768 x 4096"),
+    ("linear", "4096 x 4096 x 4096"), ("gated_linear", "8192 x 14336 x 4096"), ("grouped_mm", "mixtral"),
+    ("attention, causal", "2 x 32/8 x 8192, 128"), ("flash_attn_with_kvcache", "llama3_8b, 64 x 8192"),
+]  # fmt: skip
+PLOTTED = (
+    "softmax", "log_softmax", "rms_norm", "add_rms_norm", "layer_norm", "cross_entropy", "linear",
+    "linear with bias and gelu", "gated_linear", "attention", "attention, causal",
+)  # fmt: skip
 
 
 def load(name):
@@ -28,33 +44,47 @@ def speed(row):
     return row.get("tflops") or row["gbps"]
 
 
+def ratios(sweep):
+    """{(op, case, direction): this package's speed over the fastest other way's}"""
+    found = {}
+    for key, ways in grouped(sweep["rows"]).items():
+        rivals = [speed(w) for name, w in ways.items() if name != OURS]
+        if OURS in ways and rivals:
+            found[key] = speed(ways[OURS]) / max(rivals)
+    return found
+
+
 def table(header, lines):
     return "\n".join(["| " + " | ".join(header) + " |", "|" + "---|" * len(header), *lines])
 
 
+def line(cells):
+    return "| " + " | ".join(cells) + " |"
+
+
 def measured(sweep, flops):
-    """One line a case: this package, its share of the ceiling, PyTorch and the peers, and the ratio to the fastest."""
-    lines, ratios = [], []
-    others = sorted({r["provider"] for r in sweep["rows"] if ("tflops" in r) == flops} - {OURS, "torch"})
-    for (op, case, direction), ways in grouped(sweep["rows"]).items():
-        if ("tflops" in next(iter(ways.values()))) != flops:
-            continue
+    """One line a case: this package, its share of the ceiling, PyTorch and the peers, memory, and the ratio."""
+    lines, to_fastest, counted = [], ratios(sweep), []
+    rows = [r for r in sweep["rows"] if ("tflops" in r) == flops]
+    others = sorted({r["provider"] for r in rows} - {OURS, "torch"})
+    memory = any("peak_mib" in r for r in rows)
+    for (op, case, direction), ways in grouped(rows).items():
         ours = ways.get(OURS)
-        rivals = [speed(w) for name, w in ways.items() if name != OURS]
         cells = [f"`{op}`", case, direction, f"{speed(ours):.0f}" if ours else "wrong or refused"]
         if not flops:
             cells.append(f"{ours['of_copy']:.2f}" if ours else "")
         cells += [f"{speed(ways[n]):.0f}" if n in ways else "" for n in ("torch", *others)]
-        if ours and rivals:
-            ratios.append(speed(ours) / max(rivals))
-            cells.append(f"{ratios[-1]:.2f}")
-        else:
-            cells.append("")
-        lines.append("| " + " | ".join(cells) + " |")
+        ratio = to_fastest.get((op, case, direction))
+        counted += [ratio] if ratio else []
+        cells.append(f"{ratio:.2f}" if ratio else "")
+        if memory:
+            cells += [f"{w['peak_mib']:.0f}" if w and "peak_mib" in w else "" for w in (ours, ways.get("torch"))]
+        lines.append(line(cells))
     header = ["op", "case", "direction", "this package", *([] if flops else ["of a copy"]), "torch", *others]
-    slower = sum(r < 0.97 for r in ratios)
-    said = f"{len(ratios)} cases; {slower} more than 3% slower than the fastest other way, as the ratio shows."
-    return said + "\n\n" + table([*header, "ratio to the fastest"], lines)
+    header += ["ratio to the fastest", *(["MiB", "torch's MiB"] if memory else [])]
+    slower = sum(r < 0.97 for r in counted)
+    said = f"{len(counted)} cases; {slower} more than 3% slower than the fastest other way, as the ratio shows."
+    return said + "\n\n" + table(header, lines)
 
 
 def host(sweep):
@@ -66,11 +96,37 @@ def host(sweep):
     return table(["op", "no gradient", "torch", "with gradient", "torch"], lines)
 
 
+def first_calls(sweep):
+    """Seconds of the first call, forward and backward together."""
+
+    def total(ways, name, temperature):
+        took = ways.get(name, {}).get(temperature)
+        return f"{sum(took.values()):.2f}" if took else ""
+
+    lines = [
+        line([f"`{op}`", *(total(ways, name, t) for name in (OURS, "torch.compile") for t in ("cold", "warm"))])
+        for op, ways in sweep["first_call"].items()
+    ]
+    return table(["op", "this package", "from caches", "torch.compile", "from caches"], lines)
+
+
 def memory(found):
     lines = [
         f"| {r['shape']} | {r['reduction']} | {r['way']} | {r['ms']:.1f} | {r['peak_mib']:.0f} |" for r in found["rows"]
     ]
     return table(["shape", "reduction", "way", "ms", "peak MiB"], lines)
+
+
+def models(found):
+    """One line a way to run a whole model."""
+    torchs = {(r["model"], r["what"]): r["per_s"] for r in found["rows"] if r["way"] == "torch"}
+    lines = []
+    for r in sorted(found["rows"], key=lambda r: list(torchs).index((r["model"], r["what"]))):
+        off = f"{r['loss_off']:.1e}" if "loss_off" in r else f"{r['off_by']:.1e}"
+        of_torch = f"{r['per_s'] / torchs[r['model'], r['what']]:.2f}"
+        peak = f"{r['peak_mib']:.0f}" if "peak_mib" in r else ""
+        lines.append(line([r["model"], r["what"], r["way"], f"{r['per_s']:.0f}", of_torch, peak, off]))
+    return table(["model", "what", "way", "tokens or sentences per second", "of torch's", "peak MiB", "off"], lines)
 
 
 def plans():
@@ -92,14 +148,45 @@ def of(record):
     )
 
 
+def pictures(sweep):
+    """{file in docs/plots: op} of the ops that have sizes to plot."""
+    ops = {r["op"] for r in sweep["rows"]}
+    return {op.replace(",", "").replace(" ", "_") + ".png": op for op in PLOTTED if op in ops}
+
+
 def page():
-    sweep, found = load("sweep"), load("memory")
+    sweep, found, whole = load("sweep"), load("memory"), load("end_to_end")
     ceiling = sweep["ceilings"]
-    arithmetic = ""
+    arithmetic = first = end_to_end = ""
     if any("tflops" in row for row in sweep["rows"]):
         arithmetic = f"""## What arithmetic bounds, in TFLOP/s
 
 {measured(sweep, True)}
+
+"""
+    if sweep.get("first_call"):
+        first = f"""## Seconds of the first call
+
+Forward and backward of one case, in a process whose device has started: with nothing compiled, and with what Triton and
+torch.compile keep on disk. Other processes compiled at the same time.
+
+{first_calls(sweep)}
+
+"""
+    if whole:
+        size = whole["size"]
+        failed = "".join(f"\nNot measured: {f}." for f in whole["failed"])
+        end_to_end = f"""## Whole models
+
+`python benchmarks/end_to_end.py`. {of(whole)}, transformers {whole["transformers"]}, Liger {whole["liger"]}, bfloat16.
+The decoder is shaped like Llama 3.2 1B, with random weights; a step is forward, backward and AdamW on
+{size["batch"]} x {size["tokens"]} tokens. The encoder is shaped like all-MiniLM-L6-v2. "Off" is the largest difference
+from PyTorch's loss in {size["steps"]} steps from the same weights on the same text, and else the norm of the difference
+from its result over the norm of that.{failed}
+
+![Speed and memory of whole models](plots/models.png)
+
+{models(whole)}
 
 """
     return f"""# Performance
@@ -109,13 +196,21 @@ docstring says how. {of(sweep)}, bfloat16.
 A device copy of 2^27 elements runs at {ceiling["copy_gbps"]:.0f} GB/s, and a product of 4096 x 4096 matrices by the
 vendor's library at {ceiling["matmul_tflops"]:.0f} TFLOP/s. {sweep.get("note", "")}
 
-## What memory bounds, in GB/s
+[performance.html](performance.html) has the same numbers to choose from, sort and plot, in one file for a browser.
 
-Bytes that must be read and written, over the time on the device.
+![Every case beside the fastest other way](plots/overview.png)
+
+{end_to_end}## What memory bounds, in GB/s
+
+Bytes that must be read and written, over the time on the device. MiB is what a call takes beside its inputs.
 
 {measured(sweep, False)}
 
-{arithmetic}## Plans of products
+{arithmetic}## Over sizes
+
+{chr(10).join(f"![{op} over sizes](plots/{file})" for file, op in pictures(sweep).items())}
+
+## Plans of products
 
 While plans were searched for, each beside torch's own product (cuBLAS) in turns; from `configs/`. The kind `vendor`
 hands the product to torch: its number is what the fastest kernel of this package had.
@@ -128,7 +223,7 @@ On inputs so small that there is nothing else; torch's own function or compositi
 
 {host(sweep)}
 
-## Memory of a linear layer with cross-entropy
+{first}## Memory of a linear layer with cross-entropy
 
 Forward and backward; `python benchmarks/memory_linear_cross_entropy.py`. {of(found)}.
 Peak is what the call needs beside its inputs. Liger adds the gradients of chunks in bfloat16 unless it is told to use
@@ -138,6 +233,97 @@ float32; this package always adds them in float32.
 """
 
 
+def short():
+    """The README's table: speed on the device at some sizes, and what a whole model gains."""
+    sweep, whole = load("sweep"), load("end_to_end")
+    found, lines = grouped(sweep["rows"]), []
+    others = [n for n in ("torch.compile", "liger") if any(r["provider"] == n for r in sweep["rows"])]
+    for op, case in SHORT:
+        for direction in ("forward", "backward"):
+            ways = found.get((op, case, direction), {})
+            if OURS not in ways:
+                continue
+            unit = "TFLOP/s" if "tflops" in ways[OURS] else "GB/s"
+            cells = [f"{speed(ways[n]):.0f}" if n in ways else "" for n in (OURS, "torch", *others)]
+            lines.append(line([f"`{op}`", case, direction, unit, *cells]))
+    text = f"""{of(sweep)}.
+bfloat16, time on the device; a device copy runs at {sweep["ceilings"]["copy_gbps"]:.0f} GB/s, a product of 4096 x 4096 by cuBLAS at
+{sweep["ceilings"]["matmul_tflops"]:.0f} TFLOP/s.
+
+{table(["op", "at", "direction", "unit", "this package", "PyTorch", *(n.capitalize() if n == "liger" else n for n in others)], lines)}"""
+    if whole:
+        rows = {(r["what"], r["way"]): r for r in whole["rows"] if r["model"] == "decoder"}
+        lines = [
+            line([way, *(f"{rows[what, way]['per_s']:.0f}" if (what, way) in rows else "" for what in kinds),
+                  f"{rows[kinds[0], way]['peak_mib']:.0f}" if (kinds[0], way) in rows else ""])
+            for kinds in [("training step", "prefill")] for way in dict.fromkeys(w for _, w in rows)
+        ]  # fmt: skip
+        text += f"""
+
+A decoder shaped like Llama 3.2 1B, {whole["size"]["batch"]} x {whole["size"]["tokens"]} tokens, random weights, AdamW:
+
+{table(["way", "training, tokens/s", "prefill, tokens/s", "peak MiB in training"], lines)}"""
+    return text
+
+
+MARKS = re.compile("(<!-- measured -->\n).*?(\n<!-- end of measured -->)", re.DOTALL)
+
+
+def readme():
+    return MARKS.sub(lambda m: m[1] + short() + m[2], (ROOT / "README.md").read_text())
+
+
+def html():
+    """One file that needs nothing else: the page, with the numbers in it."""
+    sweep, whole = load("sweep"), load("end_to_end")
+    fields = (
+        "op",
+        "case",
+        "direction",
+        "provider",
+        "ms",
+        "p20",
+        "p80",
+        "gbps",
+        "tflops",
+        "of_copy",
+        "peak_mib",
+        "off_by",
+    )
+
+    def rounded(value):
+        return float(f"{value:.4g}") if isinstance(value, float) else value
+
+    data = {
+        "about": {k: sweep[k] for k in ("device", "torch", "triton", "commit", "date", "ceilings")}, "ours": OURS,
+        "fields": fields, "rows": [[rounded(row.get(f)) for f in fields] for row in sweep["rows"]],
+        "host": {op: {n: [round(v, 1) for v in t] for n, t in ways.items()} for op, ways in sweep["host"].items()},
+        "models": [
+            {k: rounded(r.get(k)) for k in ("model", "what", "way", "per_s", "peak_mib", "loss_off", "off_by")}
+            for r in (whole["rows"] if whole else [])
+        ],
+    }  # fmt: skip
+    text = json.dumps(data, separators=(",", ":")).replace("</", "<\\/")
+    return (ROOT / "benchmarks" / "page.html").read_text().replace('"DATA"', text)
+
+
+def draw(folder):
+    import plots
+
+    sweep, whole = load("sweep"), load("end_to_end")
+    for file, op in pictures(sweep).items():
+        plots.sizes(op, [r for r in sweep["rows"] if r["op"] == op], sweep, folder / file)
+    plots.overview(ratios(sweep), sweep, folder / "overview.png")
+    if whole:
+        plots.models(whole, folder / "models.png")
+
+
 if __name__ == "__main__":
-    (ROOT / "docs").mkdir(exist_ok=True)
-    (ROOT / "docs" / "performance.md").write_text(page())
+    DOCS.mkdir(exist_ok=True)
+    (DOCS / "performance.md").write_text(page())
+    (DOCS / "performance.html").write_text(html())
+    (ROOT / "README.md").write_text(readme())
+    try:
+        draw(DOCS / "plots")
+    except ImportError as error:
+        sys.exit(f"docs/plots/ is as it was: {error}; pip install matplotlib")

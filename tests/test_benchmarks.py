@@ -2,6 +2,8 @@
 
 import importlib
 import json
+import re
+import shutil
 import subprocess
 import sys
 import time
@@ -173,3 +175,151 @@ def test_sweep_needs_a_gpu(no_gpu, monkeypatch, tmp_path):
     monkeypatch.setattr(sys, "argv", ["sweep.py", str(tmp_path)])
     with pytest.raises(SystemExit, match="torch sees none"):
         no_gpu.main()
+
+
+def run_of(ms, spread=0.01, **record):
+    """A run of one op in two cases, whose times are `ms`."""
+    rows = [
+        {"op": "silu", "case": case, "direction": "forward", "provider": provider, "ms": t, "p20": t * (1 - spread),
+         "p80": t * (1 + spread), "gbps": 1 / t}
+        for case, t in zip(("small", "large"), ms) for provider in ("portable-kernels", "torch")
+    ]  # fmt: skip
+    about = {"device": "a GPU", "torch": "2", "triton": "3", "date": "today", "commit": "abc"}
+    return {**about, "ceilings": {"copy_gbps": 4000.0, "matmul_tflops": 700.0}, "rows": rows, **record}
+
+
+@pytest.mark.parametrize(
+    "before, after, slower, faster",
+    [
+        (run_of((1.0, 2.0)), run_of((1.0, 2.0)), 0, 0),
+        (run_of((1.0, 2.0)), run_of((1.1, 1.8)), 1, 1),
+        (run_of((1.0, 2.0)), run_of((1.02, 1.97)), 0, 0),  # within what two runs differ by
+        (run_of((1.0, 2.0), spread=0.06), run_of((1.1, 1.8), spread=0.06), 0, 0),  # within their own noise
+        (run_of((1.0, 2.0)), run_of((2.0, 4.0), ceilings={"copy_gbps": 2000.0, "matmul_tflops": 700.0}), 0, 0),
+        (run_of((1.0, 2.0)), run_of((1.0, 2.0), ceilings={"copy_gbps": 5000.0, "matmul_tflops": 700.0}), 2, 0),
+    ],
+)
+def test_compare(script, tmp_path, monkeypatch, capsys, before, after, slower, faster):
+    paths = [tmp_path / "before.json", tmp_path / "after.json"]
+    for path, run in zip(paths, (before, after)):
+        path.write_text(json.dumps(run))
+    monkeypatch.setattr(sys, "argv", ["compare.py", *map(str, paths)])
+    if slower:
+        with pytest.raises(SystemExit, match="^1$"):
+            script("compare").main()
+    else:
+        script("compare").main()
+    said = capsys.readouterr().out
+    assert f"slower: {slower} of 2" in said and f"faster: {faster} of 2" in said
+
+
+def test_compare_names_what_only_one_measured(script, tmp_path, monkeypatch, capsys):
+    paths = [tmp_path / "before.json", tmp_path / "after.json"]
+    for path, ms in zip(paths, ((1.0, 2.0), (1.0,))):
+        path.write_text(json.dumps(run_of(ms)))
+    monkeypatch.setattr(sys, "argv", ["compare.py", *map(str, paths)])
+    script("compare").main()
+    assert "no longer measured: 1\nsilu  large  forward  portable-kernels" in capsys.readouterr().out
+
+
+def test_report_is_what_was_measured(script):
+    """docs/performance.*, the README's table and the plots, made anew from benchmarks/results/."""
+    report, again = script("report"), "run python benchmarks/report.py"
+    assert (report.DOCS / "performance.md").read_text() == report.page(), again
+    assert (report.DOCS / "performance.html").read_text() == report.html(), again
+    readme = (ROOT / "README.md").read_text()
+    assert readme == report.readme() and report.short() in readme, again
+    linked = set(re.findall(r"\(plots/(\w+\.png)\)", report.page()))
+    assert linked == {path.name for path in (report.DOCS / "plots").iterdir()}, again
+
+
+def test_plots(script, tmp_path):
+    pytest.importorskip("matplotlib")
+    report = script("report")
+    report.draw(tmp_path)
+    linked = set(re.findall(r"\(plots/(\w+\.png)\)", report.page()))
+    assert {path.name for path in tmp_path.iterdir()} == linked
+    assert all(path.read_bytes().startswith(b"\x89PNG") for path in tmp_path.iterdir())
+
+
+@pytest.fixture(scope="module")
+def browser():
+    """A real one, without a window."""
+    sync_api = pytest.importorskip("playwright.sync_api")
+    names = ("chromium-headless-shell", "chromium", "google-chrome")
+    found = next(filter(None, map(shutil.which, names)), None)
+    if found is None:
+        pytest.skip(f"no browser: none of {', '.join(names)} is installed")
+    with sync_api.sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=found, args=["--no-sandbox"])  # CI runs as root
+        yield browser
+        browser.close()
+
+
+@pytest.fixture
+def opened(browser, script):
+    """The page as it is committed, in the browser. Nothing may go wrong in it, and nothing be fetched for it."""
+    wrong, page = [], browser.new_page(viewport={"width": 1200, "height": 900})
+    address = (script("report").DOCS / "performance.html").as_uri()
+    page.on("pageerror", lambda error: wrong.append(str(error)))
+    page.on("console", lambda message: wrong.append(message.text))
+    page.on("request", lambda request: None if request.url.split("#")[0] == address else wrong.append(request.url))
+    page.goto(address)
+    yield page
+    page.close()
+    assert wrong == []
+
+
+def cells(page, column):
+    return page.locator(f"#rows tbody tr td:nth-child({column})").all_inner_texts()
+
+
+def test_page_chooses(opened, script):
+    sweep = script("report").load("sweep")
+    rows = [r for r in sweep["rows"] if r["op"] == "rms_norm"]
+    opened.select_option("#op", "rms_norm")
+    assert set(cells(opened, 1)) == {"rms_norm"}
+    assert len(cells(opened, 1)) == len({(r["case"], r["direction"]) for r in rows})
+    directions = {r["direction"] for r in rows}
+    providers = {r["provider"] for r in rows}
+    lines = opened.locator("#chart polyline.way")
+    assert lines.count() == len(directions) * len(providers)
+    assert opened.locator("#chart .ceiling").count() == len(directions)
+    opened.select_option("#direction", "forward")
+    assert set(cells(opened, 3)) == {"forward"} and lines.count() == len(providers)
+    opened.fill("#case", "x 4096")
+    case = next(r for r in rows if r["direction"] == "forward" and r["case"].endswith("x 4096"))
+    assert cells(opened, 2) == [case["case"]]
+    opened.select_option("#measure", "ms")
+    ours = next(r["ms"] for r in rows if (r["case"], r["direction"], r["provider"]) ==
+                (case["case"], "forward", "portable-kernels"))  # fmt: skip
+    assert float(cells(opened, 4)[0]) == pytest.approx(ours, rel=0.01)
+    opened.uncheck("#providers input[value=torch]")
+    assert "torch" not in opened.locator("#rows thead").inner_text().split()
+    assert lines.count() == len(providers) - 1
+    opened.reload()  # what was chosen is in the address
+    assert cells(opened, 2) == [case["case"]] and lines.count() == len(providers) - 1
+    opened.select_option("#op", "")
+    opened.fill("#case", "")
+    assert lines.count() == 0 and opened.locator("#rows tbody tr").count() > 100
+    opened.locator("#rows tbody tr", has_text="dropout").first.click()
+    assert set(cells(opened, 1)) == {"dropout"}
+
+
+def test_page_sorts(opened):
+    opened.select_option("#op", "")
+    ratio = opened.locator("#rows thead th").last
+    ratio.locator("button").click()
+    assert ratio.get_attribute("aria-sort") == "descending"
+    column = opened.locator("#rows thead th").count()
+    found = [float(text) for text in cells(opened, column) if text]
+    assert len(found) > 100 and found == sorted(found, reverse=True)
+    ratio.locator("button").click()
+    assert ratio.get_attribute("aria-sort") == "ascending"
+    found = [float(text) for text in cells(opened, column) if text]
+    assert found == sorted(found)
+    marked = opened.locator("#rows tbody tr.slower").count()  # by more digits than are shown
+    assert sum(value < 0.97 for value in found) <= marked <= sum(value <= 0.97 for value in found)
+    opened.get_by_role("button", name="op", exact=True).first.click()
+    assert cells(opened, 1) == sorted(cells(opened, 1), key=str.lower)
+    assert opened.locator("#host tbody tr").count() > 40
