@@ -246,11 +246,13 @@ def short():
             unit = "TFLOP/s" if "tflops" in ways[OURS] else "GB/s"
             cells = [f"{speed(ways[n]):.0f}" if n in ways else "" for n in (OURS, "torch", *others)]
             lines.append(line([f"`{op}`", case, direction, unit, *cells]))
+    copy, product = (sweep["ceilings"][k] for k in ("copy_gbps", "matmul_tflops"))
+    header = ["op", "at", "direction", "unit", "this package", "PyTorch", *others]
     text = f"""{of(sweep)}.
-bfloat16, time on the device; a device copy runs at {sweep["ceilings"]["copy_gbps"]:.0f} GB/s, a product of 4096 x 4096 by cuBLAS at
-{sweep["ceilings"]["matmul_tflops"]:.0f} TFLOP/s.
+bfloat16, time on the device; a device copy runs at {copy:.0f} GB/s, a product of 4096 x 4096 matrices by cuBLAS at
+{product:.0f} TFLOP/s.
 
-{table(["op", "at", "direction", "unit", "this package", "PyTorch", *(n.capitalize() if n == "liger" else n for n in others)], lines)}"""
+{table(header, lines).replace("liger", "Liger")}"""
     if whole:
         rows = {(r["what"], r["way"]): r for r in whole["rows"] if r["model"] == "decoder"}
         lines = [
