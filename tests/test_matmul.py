@@ -463,15 +463,24 @@ def test_beyond_32_bits(family, device):
         assert_close(family.matmul(a, b), a.double() @ b.double())
 
 
+@pytest.mark.parametrize("N", [24, 23])
+@pytest.mark.parametrize("M", [70, 7])
+def test_sum_of_products(core, device, on_kernels, M, N):
+    """By the vendor's library, which takes the first product as it is rounded, and by kernels that take it unrounded."""
+    if not on_kernels:
+        pytest.skip("no kernels on this path")
+    for dtype in (torch.float32, torch.bfloat16):
+        tensors = [tensor(s, dtype, device, scale=0.3) for s in ((M, 16), (16, N), (M, 16), (16, N))]
+        before = [t.clone() for t in tensors]
+        a, b, a2, b2 = (t.double() for t in tensors)
+        assert_close(core.sum_of_products(*tensors, "ieee"), a @ b + a2 @ b2, dim=None)
+        assert all(torch.equal(t, was) for t, was in zip(tensors, before))
+
+
 def test_vendors_take_32_bits(core):
     """Their libraries refuse larger sizes and steps, so that such products are never theirs."""
 
-    def takes(M=4, N=4, K=4, step=4):
-        b, y = (0, 0, 1, K), (0, 0, N, 1)
-        return core.vendor_takes(core.Geometry(1, 1, M, N, K, (2**40, 2**40, step, 1), b, b, y, y))
-
-    assert takes() and takes(step=2**31 - 2)
-    assert not takes(step=2**31) and not takes(M=2**31) and not takes(N=2**31) and not takes(K=2**31)
+    assert core.vendor_takes(4, 4, 2**31 - 2) and not core.vendor_takes(4, 2**31, 4)
 
 
 def test_graph_capture(family, device):

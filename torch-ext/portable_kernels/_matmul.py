@@ -87,9 +87,9 @@ def turned(t, strides, rows, cols):
     return turn
 
 
-def vendor_takes(g):
+def vendor_takes(*numbers):
     """Whether sizes and steps are numbers of 32 bits, as vendors' libraries have them."""
-    return max(g.M, g.N, g.K, *g.a[2:], *g.b[2:], *g.b2[2:]) < 2**31 - 1
+    return max(numbers) < 2**31 - 1
 
 
 def _batched(strides, outer, inner):
@@ -153,6 +153,17 @@ def product(a, b, b2, bias, residual, how, plan=None):
     return _compute(a, b, b2, y, z, z2, bias, residual, how, plan), z, z2
 
 
+def sum_of_products(a, b, a2, b2, precision):
+    """a @ b + a2 @ b2 of matrices. Of more than 64 rows the first is rounded to the operands' dtype, as the sum is."""
+    numbers = (*a2.shape, *b2.shape, *a2.stride(), *b2.stride())
+    by_torch = a.dtype != torch.float32 or precision in ("", float32_precision())
+    if len(a) > 64 and b.shape[0] % 8 == b.shape[1] % 8 == 0 and by_torch and vendor_takes(*numbers):
+        # 1.02 to 1.19 of two products and their sum on an H200; by ours, with float32 between them, 0.78 to 0.98.
+        return product(a, b, None, None, None, Product(precision=precision))[0].addmm_(a2, b2)
+    y = product(a, b, None, None, None, Product(out_dtype=compute_dtype(a), precision=precision))[0]
+    return product(a2, b2, None, None, y, Product(out_dtype=a.dtype, precision=precision))[0]
+
+
 def _compute(a, b, b2, y, z, z2, bias, residual, how, plan):
     operands = (a, b, b if b2 is None else b2)
     wide = [t.expand(*y.shape[:-2], *t.shape[-2:]) for t in operands]
@@ -206,7 +217,7 @@ def run(g, a, b, b2, y, z, z2, bias, residual, how, plan):
             "turned": g.b[2] == 1, "whole": g.N % 8 == 0, "precision": precision,
             "out_bytes": y.element_size() if residual is None else 4,  # a residual is turned as float32
             "act": how.activation is not None or residual is not None,
-            "vendor": vendor_takes(g)
+            "vendor": vendor_takes(g.M, g.N, g.K, *g.a[2:], *g.b[2:], *g.b2[2:])
             and y.dtype == a.dtype
             and (a.dtype != torch.float32 or (how.precision or by_torch) == by_torch),
         }  # fmt: skip

@@ -213,7 +213,7 @@ def _scaled_matmul_fwd_kernel_descriptor(
 
 def _describable(t):
     """Whether tiles of a matrix of bytes can be copied in bulk."""
-    return t.stride(1) == 1 and t.stride(0) % 16 == 0 and t.data_ptr() % 16 == 0
+    return t.stride(1) == 1 and t.stride(0) > 0 and t.stride(0) % 16 == t.data_ptr() % 16 == 0
 
 
 def rows_of_block(scale, size):

@@ -18,7 +18,7 @@ from torch import Tensor
 from . import _checks
 from ._activation_math import ACTIVATIONS, FORMULAS
 from ._dispatch import autocast, differentiable, use_kernel
-from ._matmul import Product, product
+from ._matmul import Product, product, sum_of_products
 from ._ops import add_op_namespace_prefix
 from ._replay import replayed
 from ._rows import compute_dtype
@@ -176,9 +176,26 @@ def _rows_of_fwd(a, b, bias, residual, *_):
 _matmul = differentiable(matmul_fwd, _fwd_reference, _setup_context, _backward, rowwise=_rows_of_fwd)
 
 
-def _product(a, b, precision, residual=None, out_dtype=None):
-    """a @ b + residual, differentiable."""
-    return _matmul(a, b, None, residual, *_NONE, out_dtype or a.dtype, precision, False, False)[0]
+def _product(a, b, precision):
+    """a @ b, differentiable."""
+    return _matmul(a, b, None, None, *_NONE, a.dtype, precision, False, False)[0]
+
+
+@torch.library.custom_op(add_op_namespace_prefix("sum_of_products_fwd"), mutates_args=())
+def sum_of_products_fwd(a: Tensor, b: Tensor, a2: Tensor, b2: Tensor, precision: str) -> Tensor:
+    """a @ b + a2 @ b2, b and b2 of two dimensions."""
+    y = sum_of_products(a.flatten(0, -2), b, a2.flatten(0, -2), b2, precision)
+    return y.view(*a.shape[:-1], b.shape[-1])
+
+
+@sum_of_products_fwd.register_fake
+def _(a, b, a2, b2, precision):
+    return a.new_empty((*a.shape[:-1], b.shape[-1]))
+
+
+_sum_of_products = differentiable(
+    sum_of_products_fwd, lambda a, b, a2, b2, _: torch.matmul(a, b) + torch.matmul(a2, b2), rowwise=lambda *_: [0, 2]
+)
 
 
 @torch.library.custom_op(add_op_namespace_prefix("gated_linear_fwd"), mutates_args=())
@@ -223,11 +240,10 @@ def _gated_backward(ctx, dy, dgate, dup):
         found = _gated_pair_bwd(dy, gate, up, activation, p, q)
         dgate, dup = (d if extra is None else d + extra for d, extra in zip(found, (dgate, dup)))
     dx = None
-    if need_x:
-        for d, weight in ((dgate, weight_gate), (dup, weight_up)):
-            if d is not None:  # the second product is added to the first, which is not rounded before
-                last = weight is weight_up or dup is None
-                dx = _product(d, weight, precision, dx, x.dtype if last else compute_dtype(x))
+    if need_x and dgate is not None and dup is not None:
+        dx = _sum_of_products(dgate, weight_gate, dup, weight_up, precision)
+    elif need_x:
+        dx = _product(dup, weight_up, precision) if dgate is None else _product(dgate, weight_gate, precision)
     _, dweight_gate = _operand_gradients(dgate, x, weight_gate.mT, precision, False, need_gate)
     _, dweight_up = _operand_gradients(dup, x, weight_up.mT, precision, False, need_up)
     weights = (None if d is None else d.mT for d in (dweight_gate, dweight_up))
@@ -275,7 +291,8 @@ def matmul(
     Numerics: products are summed in float32 (float64 for float64); bias, activation and residual follow unrounded, and
         the result is rounded once. Deterministic. On a CPU, a @ b is torch's, and is rounded first. Autocast: a, b and
         bias are cast, as by torch.matmul. Copied are batches of three or more dimensions that do not lie evenly, as by
-        torch, and on NVIDIA GPUs since Hopper large 16-bit operands whose rows do not start at multiples of 16 bytes.
+        torch, and for more than 64 rows of 16 bits, on NVIDIA GPUs since Hopper, operands whose rows do not start at
+        multiples of 16 bytes.
     Autograd: any derivative, vmap; forward mode raises. Where an activation is differentiated, a @ b is kept in a's
         dtype.
     """
