@@ -466,7 +466,7 @@ def test_beyond_32_bits(family, device):
 @pytest.mark.parametrize("N", [24, 23])
 @pytest.mark.parametrize("M", [70, 7])
 def test_sum_of_products(core, device, on_kernels, M, N):
-    """By the vendor's library, which takes the first product as it is rounded, and by kernels that take it unrounded."""
+    """By the vendor's library, which takes the first product rounded, and by kernels that take it as it is."""
     if not on_kernels:
         pytest.skip("no kernels on this path")
     for dtype in (torch.float32, torch.bfloat16):
