@@ -366,15 +366,17 @@ def forward(q, k, v, out, lse, scale, right, top_left, plan=None):
     if None in descriptors:
         return False
     tiles, heads, device = cdiv(Sq, block_m), B * H, q.device
-    counter = torch.zeros(1, dtype=torch.int32, device=device) if plan.DYNAMIC else lse  # this launch's own
+    programs = min(facts(device).multiprocessors, tiles * heads)
+    dynamic = plan.DYNAMIC and programs < tiles * heads
+    counter = torch.zeros(1, dtype=torch.int32, device=device) if dynamic else lse  # this launch's own
     launch(
         _attention_fwd_kernel_sm90,
-        (min(facts(device).multiprocessors, tiles * heads),),
+        (programs,),
         device,
         (*(TensorDescriptor(d.base, d.shape, d.strides, d.block_shape, _SWIZZLED) for d in descriptors), lse, counter,
          H, H // Hk, Sq, Sk, offset, heads, tiles,
          heads_at_once(heads, H // Hk, Sk, 2 * D, q.element_size()) if causal else 1, scale * LOG2E.value),
         GROUPS=plan.GROUPS, STAGES=plan.STAGES, MASKED=masked_blocks(block_m, offset, Sk, causal), num_warps=4,
-        CAUSAL=causal, REGISTERS=plan.REGISTERS, DYNAMIC=plan.DYNAMIC,
+        CAUSAL=causal, REGISTERS=plan.REGISTERS, DYNAMIC=dynamic,
     )  # fmt: skip
     return True
