@@ -5,7 +5,7 @@ VENV ?= .venv
 STAMP = $(VENV)/.requirements-dev
 IN_VENV = $(VENV)/bin/python
 
-.PHONY: help demo test lint build gpu-test bench sweep portability clean
+.PHONY: help demo test lint build gpu-test bench sweep portability kit clean
 .DEFAULT_GOAL = help
 
 help: ## List what can be made.
@@ -18,7 +18,7 @@ demo: build ## Load the package and hold every op, then a sentence-embedding mod
 	$(IN_VENV) examples/llama.py
 
 # Tests that launch nothing: once is enough.
-WITHOUT_KERNELS = test_benchmarks.py test_build.py test_loading.py test_portability.py
+WITHOUT_KERNELS = test_benchmarks.py test_build.py test_loading.py test_portability.py test_lint_kernel.py
 
 test: lint ## Run every test twice on the CPU: PyTorch's path, then the kernels in Triton's interpreter.
 	CUDA_VISIBLE_DEVICES= $(IN_VENV) -m pytest -n 2 --dist loadfile
@@ -48,6 +48,10 @@ sweep: ## Measure every op on an H200 beside PyTorch and its peers, into benchma
 
 portability: $(STAMP) ## Compile every kernel for twelve GPUs that need not be there, into docs/portability.md: an hour.
 	$(IN_VENV) tools/portability.py
+
+kit: $(STAMP) ## Make an op and a kernel repository of every kind, and run the tests that they come with.
+	PORTABLE_KERNELS_KIT=all CUDA_VISIBLE_DEVICES= $(IN_VENV) -m pytest -n 2 tests/test_kit.py
+	PORTABLE_KERNELS_KIT=all CUDA_VISIBLE_DEVICES= TRITON_INTERPRET=1 $(IN_VENV) -m pytest -n 2 tests/test_kit.py
 
 clean: ## Remove what make has made.
 	rm -rf $(VENV) build .pytest_cache .ruff_cache .hypothesis

@@ -14,14 +14,14 @@ import fcntl
 import functools
 import json
 import os
-import queue
 import re
 import statistics
 import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
+
+import turns
 
 ROOT = Path(__file__).resolve().parent.parent
 REPO, OURS = "org/portable-kernels", "portable-kernels"
@@ -282,90 +282,24 @@ def speed(count, seconds):
 
 
 def child(model, way, tiny):
-    """Builds, compiles, waits for its turn, measures. Speaks lines of JSON."""
-    said, sys.stdout = sys.stdout, sys.stderr
+    """Builds, compiles, waits for its turn, measures."""
 
-    def say(**fields):
-        print(json.dumps(fields), file=said, flush=True)
-
-    began = time.perf_counter()
-    try:
+    def prepare():
         import torch
 
+        began = time.perf_counter()
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         if device.type == "cuda":
             torch.set_float32_matmul_precision("high")
         runner = {"decoder": Decoder, "encoder": Encoder}[model](way, tiny, device)
-        say(built=time.perf_counter() - began)
         with open(__file__) as lock:
             if not WAYS[way][2]:  # compiling takes long, and the others have not the memory to run all at once
                 fcntl.flock(lock, fcntl.LOCK_EX)
             runner.warm()
         forget(device)
-        say(ready=time.perf_counter() - began, attention=runner.attention)
-        sys.stdin.readline()
-        for row in runner.measure():
-            say(row=row)
-        say(done=True)
-    except Exception as error:
-        say(failed=f"{type(error).__name__}: {str(error)[:300]}")
+        return runner.measure, {"attention": runner.attention, "seconds": time.perf_counter() - began}
 
-
-class Worker:
-    """A child, and the lines it says, with its number, in one queue for all."""
-
-    def __init__(self, model, way, tiny, lines):
-        self.model, self.way, self.state, self.attention = model, way, "building", ""
-        command = [sys.executable, __file__, "--child", model, way, *["--tiny"] * tiny]
-        environment = {"LOCAL_KERNELS": f"{REPO}={ROOT / 'build'}", "TORCHINDUCTOR_COMPILE_THREADS": "5", **os.environ}
-        self.process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
-        )
-        self.errors = []
-        threading.Thread(target=lambda: self.errors.extend(self.process.stderr), daemon=True).start()
-        threading.Thread(target=self.read, args=(lines,), daemon=True).start()
-
-    def read(self, lines):
-        for line in self.process.stdout:
-            lines.put((self, json.loads(line)))
-        lines.put((self, {"ended": True}))
-
-    def __str__(self):
-        return f"{self.model}, {self.way}"
-
-
-def hear(workers, lines, until, state, record, began):
-    """Takes what the workers say until none is in that state, or it is too late."""
-    while any(w.state == state for w in workers):
-        try:
-            worker, line = lines.get(timeout=max(0.1, until - time.monotonic()))
-        except queue.Empty:
-            for w in workers:
-                if w.state == state:
-                    w.state = "late"
-                    w.process.kill()
-                    record["failed"].append(f"{w}: too late")
-                    print(f"{time.monotonic() - began:4.0f} s: {w}: too late, ended", flush=True)
-            return
-        after = f"{time.monotonic() - began:4.0f} s: {worker}"
-        if "built" in line:
-            print(f"{after}: built", flush=True)
-        elif "ready" in line:
-            worker.state, worker.attention = "ready", line["attention"]
-            print(f"{after}: compiled and ready", flush=True)
-        elif "row" in line:
-            row = {"model": worker.model, "way": worker.way, "attention": worker.attention, **line["row"]}
-            record["rows"].append(row)
-            memory = f", peak {row['peak_mib']:.0f} MiB" if "peak_mib" in row else ""
-            print(f"{after}: {row['what']} {row['per_s']:.0f}/s{memory}", flush=True)
-        elif "done" in line:
-            worker.state = "done"
-        elif worker.state not in ("done", "late", "failed"):
-            worker.state = "failed"
-            worker.process.wait()
-            why = line.get("failed") or f"ended with code {worker.process.returncode}"
-            record["failed"].append(f"{worker}: {why}")
-            print(f"{after}: failed: {why}\n" + "".join(worker.errors[-12:]), flush=True)
+    turns.take_turn(prepare)
 
 
 def compare(rows):
@@ -394,21 +328,20 @@ def main():
     options = parser.parse_args()
     if options.child:
         return child(*options.child, options.tiny)
+    import torch
+
+    if not torch.cuda.is_available() and not options.tiny:
+        sys.exit("end_to_end.py measures on a GPU, and torch sees none; --tiny runs on a CPU")
     began = time.monotonic()
-    lines = queue.Queue()
+    environment = {"LOCAL_KERNELS": f"{REPO}={ROOT / 'build'}", "TORCHINDUCTOR_COMPILE_THREADS": "5", **os.environ}
     workers = [
-        Worker(model, way, options.tiny, lines)
+        turns.Worker(
+            (model, way), [sys.executable, __file__, "--child", model, way, *["--tiny"] * options.tiny], environment
+        )
         for model in options.models
         for way in options.ways
         if not (model == "encoder" and WAYS[way][1] == "liger")  # Liger has no patch for BERT
     ]
-    print(f"{len(workers)} processes build and compile, then measure one by one; {options.limit:.0f} s", flush=True)
-    import torch
-
-    if not torch.cuda.is_available() and not options.tiny:
-        for w in workers:
-            w.process.kill()
-        sys.exit("end_to_end.py measures on a GPU, and torch sees none; --tiny runs on a CPU")
     asked = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=ROOT)
     record = {
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU", "torch": torch.__version__,
@@ -416,15 +349,30 @@ def main():
         "commit": options.commit or asked.stdout.strip(), "date": datetime.date.today().isoformat(),
         "size": SIZES[options.tiny], "rows": [], "failed": [],
     }  # fmt: skip
-    hear(workers, lines, began + options.limit - 4.5 * len(workers), "building", record, began)
-    for worker in workers:
-        if worker.state == "ready":
-            worker.state = "measuring"
-            worker.process.stdin.write("go\n")
-            worker.process.stdin.flush()
-            hear([worker], lines, began + options.limit, "measuring", record, began)
-            worker.process.stdin.close()
-            worker.process.wait()
+
+    def say(worker, text):
+        print(f"{time.monotonic() - began:4.0f} s: {', '.join(worker.name)}: {text}", flush=True)
+
+    def heard(worker, line):
+        if "ready" in line:
+            worker.attention = line["ready"]["attention"]
+            say(worker, "compiled and ready")
+        elif "row" in line:
+            model, way = worker.name
+            row = {"model": model, "way": way, "attention": worker.attention, **line["row"]}
+            record["rows"].append(row)
+            memory = f", peak {row['peak_mib']:.0f} MiB" if "peak_mib" in row else ""
+            say(worker, f"{row['what']} {row['per_s']:.0f}/s{memory}")
+
+    def lost(worker, why):
+        record["failed"].append(f"{', '.join(worker.name)}: {why}")
+        say(worker, f"LOST: {why}\n{''.join(worker.errors[-12:])}")
+
+    print(f"{len(workers)} processes build and compile, then measure one by one; {options.limit:.0f} s", flush=True)
+    turns.run(
+        workers, heard, lost, jobs=len(workers), ready_by=began + options.limit - 4.5 * len(workers),
+        done_by=began + options.limit, patience=60,
+    )  # fmt: skip
     compare(record["rows"])
     if options.json:
         options.json.write_text(json.dumps(record, indent=1) + "\n")

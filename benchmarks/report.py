@@ -120,12 +120,12 @@ def memory(found):
 def models(found):
     """One line a way to run a whole model."""
     torchs = {(r["model"], r["what"]): r["per_s"] for r in found["rows"] if r["way"] == "torch"}
-    lines = []
-    for r in sorted(found["rows"], key=lambda r: list(torchs).index((r["model"], r["what"]))):
-        off = f"{r['loss_off']:.1e}" if "loss_off" in r else f"{r['off_by']:.1e}"
-        of_torch = f"{r['per_s'] / torchs[r['model'], r['what']]:.2f}"
-        peak = f"{r['peak_mib']:.0f}" if "peak_mib" in r else ""
-        lines.append(line([r["model"], r["what"], r["way"], f"{r['per_s']:.0f}", of_torch, peak, off]))
+    kinds, lines = list(dict.fromkeys((r["model"], r["what"]) for r in found["rows"])), []
+    for r in sorted(found["rows"], key=lambda r: kinds.index((r["model"], r["what"]))):
+        theirs, off = torchs.get((r["model"], r["what"])), r.get("loss_off", r.get("off_by"))
+        cells = [f"{r['per_s']:.0f}", f"{r['per_s'] / theirs:.2f}" if theirs else ""]
+        cells += [f"{r['peak_mib']:.0f}" if "peak_mib" in r else "", f"{off:.1e}" if off is not None else ""]
+        lines.append(line([r["model"], r["what"], r["way"], *cells]))
     return table(["model", "what", "way", "tokens or sentences per second", "of torch's", "peak MiB", "off"], lines)
 
 
@@ -254,12 +254,14 @@ bfloat16, time on the device; a device copy runs at {copy:.0f} GB/s, a product o
 
 {table(header, lines).replace("liger", "Liger")}"""
     if whole:
-        rows = {(r["what"], r["way"]): r for r in whole["rows"] if r["model"] == "decoder"}
-        lines = [
-            line([way, *(f"{rows[what, way]['per_s']:.0f}" if (what, way) in rows else "" for what in kinds),
-                  f"{rows[kinds[0], way]['peak_mib']:.0f}" if (kinds[0], way) in rows else ""])
-            for kinds in [("training step", "prefill")] for way in dict.fromkeys(w for _, w in rows)
-        ]  # fmt: skip
+        lines = []
+        for way in dict.fromkeys(r["way"] for r in whole["rows"] if r["model"] == "decoder"):
+            step, prefill = (
+                next((r for r in whole["rows"] if (r["way"], r["what"]) == (way, what)), {})
+                for what in ("training step", "prefill")
+            )
+            cells = (step.get("per_s"), prefill.get("per_s"), step.get("peak_mib"))
+            lines.append(line([way, *("" if c is None else f"{c:.0f}" for c in cells)]))
         text += f"""
 
 A decoder shaped like Llama 3.2 1B, {whole["size"]["batch"]} x {whole["size"]["tokens"]} tokens, random weights, AdamW:

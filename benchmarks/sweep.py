@@ -365,6 +365,18 @@ def main():
     return sweep(options)
 
 
+def write(record, path):
+    """A line a row, in five digits."""
+    if path is None:
+        return
+
+    def rounded(row):
+        return {k: float(f"{v:.5g}") if isinstance(v, float) else v for k, v in row.items()}
+
+    rows = ",\n".join(json.dumps(rounded(row)) for row in record["rows"])
+    path.write_text(json.dumps({**record, "rows": []}, indent=1).replace('"rows": []', f'"rows": [\n{rows}\n]') + "\n")
+
+
 def sweep(options):
     began, begun = time.monotonic(), time.time()
     names = [op for op in WORKLOADS if op in (options.ops or WORKLOADS)]
@@ -409,8 +421,7 @@ def sweep(options):
             if text.startswith("  "):
                 print(text.rstrip(), flush=True)
         record["rows"] += worker.rows
-        if options.json:
-            options.json.write_text(json.dumps(record, indent=1) + "\n")
+        write(record, options.json)
 
     def lost(worker, reason):
         record["failed"].append(f"{worker.kind} {worker.name}: {reason}")
@@ -446,8 +457,7 @@ def sweep(options):
             )  # fmt: skip
     order = {name: i for i, name in enumerate(WORKLOADS)}
     record["rows"].sort(key=lambda r: order[r["op"]])
-    if options.json:
-        options.json.write_text(json.dumps(record, indent=1) + "\n")
+    write(record, options.json)
     say(f"{len(record['rows'])} rows of {len(names)} ops; {len(record['failed'])} processes lost")
     return 1 if record["failed"] else 0
 

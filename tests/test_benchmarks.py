@@ -45,12 +45,14 @@ def test_end_to_end(kernel, model, what, script, monkeypatch):
 
 
 def test_end_to_end_reports_what_fails(tmp_path):
-    """One process each: what is late or dies is named, and the rest is measured."""
+    """What is late is named, here the only one."""
     path = tmp_path / "found.json"
     command = [sys.executable, BENCHMARKS / "end_to_end.py", "--tiny", "--json", path, "--models", "encoder"]
     done = subprocess.run([*command, "--limit", "4.6", "--ways", "torch"], capture_output=True, text=True)
-    assert done.returncode == 1 and "encoder, torch: too late, ended" in done.stdout, done.stdout + done.stderr
-    assert json.loads(path.read_text())["failed"] == ["encoder, torch: too late"]
+    assert done.returncode == 1 and "encoder, torch: LOST: was not ready in time" in done.stdout, (
+        done.stdout + done.stderr
+    )
+    assert json.loads(path.read_text())["failed"] == ["encoder, torch: was not ready in time"]
 
 
 CHILD = """
@@ -323,3 +325,35 @@ def test_page_sorts(opened):
     opened.get_by_role("button", name="op", exact=True).first.click()
     assert cells(opened, 1) == sorted(cells(opened, 1), key=str.lower)
     assert opened.locator("#host tbody tr").count() > 40
+
+
+def test_report_of_whole_models(script, monkeypatch, tmp_path):
+    """Before and after one of the ways failed."""
+    pytest.importorskip("matplotlib")
+    report = script("report")
+    ways = ("torch", "liger", "portable-kernels", "torch.compile")
+    rows = [
+        {"model": "decoder", "way": way, "what": what, "per_s": 1000.0 + 1000 * i, "peak_mib": 10.0 * i,
+         "loss_off": 0.01}
+        for i, way in enumerate(ways) for what in ("training step", "prefill")
+    ]  # fmt: skip
+    record = {**run_of((1.0,)), "transformers": "5", "liger": "0", "size": {"batch": 2, "tokens": 8, "steps": 4}}
+    found, load = {**record, "failed": ["decoder, torch: died"]}, report.load
+    monkeypatch.setattr(report, "load", lambda name: found if name == "end_to_end" else load(name))
+    for kept, first in ((rows, "| 3000 | 3.00 | 20 | 1.0e-02 |"), (rows[2:], "| 3000 |  | 20 | 1.0e-02 |")):
+        found["rows"] = kept
+        assert "| decoder | training step | portable-kernels " + first in report.page()
+        assert "Not measured: decoder, torch: died." in report.page()
+        assert "| portable-kernels | 3000 | 3000 | 20 |" in report.short()
+        assert '"way":"torch.compile"' in report.html()
+        script("plots").models(found, tmp_path / "models.png")
+        assert (tmp_path / "models.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_sweep_writes_what_the_report_reads(script, tmp_path):
+    record = run_of((1.23456789, 2.0), spread=0.0)
+    script("sweep").write(record, tmp_path / "found.json")
+    text = (tmp_path / "found.json").read_text()
+    assert text.count("\n") > len(record["rows"]) and json.loads(text)["rows"][0]["ms"] == 1.2346
+    record["rows"] = json.loads(text)["rows"]
+    assert json.loads(text) == record
