@@ -41,9 +41,11 @@ bench: ## Check and time every op against PyTorch, with the python3 that is ther
 	$(PYTHON) tools/build_local.py
 	$(PYTHON) -c "$(BENCHMARK)" benchmark .
 
-sweep: ## Measure every op on an H200 beside PyTorch and its peers, into benchmarks/results/ and docs/performance.md.
+sweep: ## Measure every op and whole models on an H200 beside PyTorch and peers, into benchmarks/results/ and docs/.
 	$(PYTHON) tools/build_local.py
 	$(PYTHON) benchmarks/sweep.py build/torch-cuda --host --first --json benchmarks/results/nvidia_h200_sweep.json
+	$(PYTHON) benchmarks/end_to_end.py --json benchmarks/results/nvidia_h200_end_to_end.json
+	$(PYTHON) benchmarks/memory_linear_cross_entropy.py build/torch-cuda --json benchmarks/results/nvidia_h200_memory.json
 	$(PYTHON) benchmarks/report.py
 
 portability: $(STAMP) ## Compile every kernel for twelve GPUs that need not be there, into docs/portability.md: an hour.
