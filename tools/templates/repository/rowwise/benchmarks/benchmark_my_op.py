@@ -1,4 +1,4 @@
-"""my_op at sizes of models, in bfloat16: `kernels benchmark .` times it and holds it against torch."""
+"""my_op at sizes of models, in bfloat16, held against torch, for `kernels benchmark .`."""
 
 import torch
 from kernels.benchmark import Benchmark

@@ -88,7 +88,8 @@ def my_op(a: Tensor, b: Tensor) -> Tensor:
     """
     check("my_op", a=a, b=b)
     if a.dim() != 2 or b.dim() != 2 or a.shape[1] != b.shape[0]:
-        raise ValueError(f"my_op: a and b must be (M, K) and (K, N), got {tuple(a.shape)} and {tuple(b.shape)}")
+        shapes = f"{tuple(a.shape)} and {tuple(b.shape)}"
+        raise ValueError(f"my_op: a and b must be (M, K) and (K, N), got {shapes}")
     if a.dtype != b.dtype:
         raise TypeError(f"my_op: b must have a's dtype {a.dtype}, got {b.dtype}")
     return my_op_fwd(a, b)

@@ -1,0 +1,80 @@
+"""What tools/new_kernel_repo.py and tools/new_op.py make passes the tests that it makes: here a kind of each, and with
+PORTABLE_KERNELS_KIT=all (make kit) every kind."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+if not (ROOT / "tools").is_dir():
+    pytest.skip("kernel-builder's own test run has no tools/", allow_module_level=True)
+
+import new_op  # noqa: E402
+from lint_kernel import lint_paths  # noqa: E402
+from new_kernel_repo import KINDS, TEMPLATES, make  # noqa: E402
+
+EVERY = os.environ.get("PORTABLE_KERNELS_KIT") == "all"
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def run_tests(folder, *arguments):
+    environment = {k: v for k, v in os.environ.items() if k not in ("LOCAL_KERNELS", "PYTEST_CURRENT_TEST")}
+    environment = {k: v for k, v in environment.items() if not k.startswith("PYTEST_XDIST")}
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments]
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-1000:]
+    return done.stdout
+
+
+@pytest.mark.parametrize("kind", KINDS if EVERY else () if INTERPRETED else ("rowwise",))
+def test_a_repository_of_ones_own(tmp_path, kind):
+    made = make("some-org/quick-maths", kind, "quick_op", tmp_path / "made")
+    assert lint_paths([made / "torch-ext"]) == []
+    leftovers = [p for p in made.rglob("*") if p.is_file() and "my_op" in p.read_text() + p.name]
+    assert leftovers == []
+    assert " passed" in run_tests(made)  # its conftest builds it, and loads it with get_kernel
+    for benchmark in (made / "benchmarks").iterdir():
+        compile(benchmark.read_text(), benchmark.name, "exec")
+    subprocess.run(["sh", "-n", made / "tools" / "ci.sh"], check=True)
+
+
+@pytest.mark.parametrize("kind", KINDS if EVERY else ("pointwise",))
+def test_an_op_here(tmp_path, kind):
+    ignored = shutil.ignore_patterns("__pycache__", "*.pyc", "results", "_ops.py")
+    for name in ("torch-ext", "tests", "tools", "benchmarks"):
+        shutil.copytree(ROOT / name, tmp_path / name, ignore=ignored)
+    for name in ("build.toml", "README.md", "pytest.ini", "CARD.md", "ruff.toml"):
+        shutil.copy(ROOT / name, tmp_path / name)
+    before = {p: p.read_text() for p in tmp_path.rglob("*") if p.is_file() and p.suffix in (".py", ".md")}
+    written = new_op.add(tmp_path, "an_op_with_a_long_name", kind)
+    changed = {p.name for p, text in before.items() if p.read_text() != text}
+    new = [p for p in tmp_path.rglob("*.py") if p not in before and "_ops" not in p.name]
+    assert len(written) == 6 and changed == {"__init__.py", "README.md"} and len(new) == 3
+    assert lint_paths(new) == []
+    command = [sys.executable, "-m", "ruff", "check", "torch-ext/portable_kernels/__init__.py", *new]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
+    rules = ["tests/test_package.py"] if EVERY else []
+    chosen = "an_op or exports or agrees or readme or imports or fill or autotuned or registered or hook or syntax"
+    run_tests(tmp_path, "-n0", "tests/test_an_op_with_a_long_name.py", *rules, "-k", chosen)
+
+
+def test_names_that_are_refused(tmp_path):
+    for repo_id, op in (("no-organisation", "op"), ("org/Upper", "op"), ("org/fine", "Op"), ("org/fine", "lambda")):
+        with pytest.raises(SystemExit, match="got"):
+            make(repo_id, "rowwise", op, tmp_path / "made")
+    (tmp_path / "made").mkdir()
+    with pytest.raises(SystemExit, match="is there already"):
+        make("org/fine", "rowwise", "op", tmp_path / "made")
+
+
+def test_a_fresh_repository_is_small():
+    """A newcomer reads it in ten minutes: what is not build_local.py."""
+    for kind in KINDS:
+        folders = (TEMPLATES / "repository" / "common", TEMPLATES / "repository" / kind)
+        lines = [len(p.read_text().splitlines()) for f in folders for p in f.rglob("*") if p.suffix in (".py", ".md")]
+        assert sum(lines) < 500
