@@ -302,6 +302,10 @@ def html():
         "about": {k: sweep[k] for k in ("device", "torch", "triton", "commit", "date", "ceilings")}, "ours": OURS,
         "fields": fields, "rows": [[rounded(row.get(f)) for f in fields] for row in sweep["rows"]],
         "host": {op: {n: [round(v, 1) for v in t] for n, t in ways.items()} for op, ways in sweep["host"].items()},
+        "first": {
+            op: {n: {t: round(sum(took.values()), 2) for t, took in of.items()} for n, of in ways.items()}
+            for op, ways in sweep.get("first_call", {}).items()
+        },
         "models": [
             {k: rounded(r.get(k)) for k in ("model", "what", "way", "per_s", "peak_mib", "loss_off", "off_by")}
             for r in (whole["rows"] if whole else [])

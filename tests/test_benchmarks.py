@@ -259,17 +259,33 @@ def browser():
 
 
 @pytest.fixture
-def opened(browser, script):
-    """The page as it is committed, in the browser. Nothing may go wrong in it, and nothing be fetched for it."""
-    wrong, page = [], browser.new_page(viewport={"width": 1200, "height": 900})
-    address = (script("report").DOCS / "performance.html").as_uri()
-    page.on("pageerror", lambda error: wrong.append(str(error)))
-    page.on("console", lambda message: wrong.append(message.text))
-    page.on("request", lambda request: None if request.url.split("#")[0] == address else wrong.append(request.url))
-    page.goto(address)
-    yield page
-    page.close()
+def open_page(browser, tmp_path):
+    """open_page(text of it), in the browser. Nothing may go wrong in it, and nothing be fetched for it."""
+    wrong, pages, path = [], [], tmp_path / "page.html"
+
+    def requested(request):
+        if request.url.split("#")[0] != path.as_uri():
+            wrong.append(request.url)
+
+    def open_page(text):
+        path.write_text(text)
+        pages.append(browser.new_page(viewport={"width": 1200, "height": 900}))
+        pages[-1].on("pageerror", lambda error: wrong.append(str(error)))
+        pages[-1].on("console", lambda message: wrong.append(message.text))
+        pages[-1].on("request", requested)
+        pages[-1].goto(path.as_uri())
+        return pages[-1]
+
+    yield open_page
+    for page in pages:
+        page.close()
     assert wrong == []
+
+
+@pytest.fixture
+def opened(open_page, script):
+    """The page as it is committed."""
+    return open_page((script("report").DOCS / "performance.html").read_text())
 
 
 def cells(page, column):
@@ -357,3 +373,22 @@ def test_sweep_writes_what_the_report_reads(script, tmp_path):
     assert text.count("\n") > len(record["rows"]) and json.loads(text)["rows"][0]["ms"] == 1.2346
     record["rows"] = json.loads(text)["rows"]
     assert json.loads(text) == record
+
+
+def test_page_of_all_that_can_be_measured(open_page, script, monkeypatch):
+    report = script("report")
+    sweep = run_of((1.0, 2.0), host={"silu": {"portable-kernels": (4.0, 8.0), "torch": (5.0, 9.0)}})
+    sweep["first_call"] = {
+        "silu": {"portable-kernels": {"cold": {"forward": 1.5, "backward": 2.0}, "warm": {"forward": 0.1}}}
+    }
+    row = {"model": "decoder", "what": "prefill", "per_s": 5e4, "peak_mib": 123.4}
+    whole = {"rows": [{**row, "way": "torch", "off_by": 0.0}, {**row, "way": "</script><b>", "off_by": 1e-3}]}
+    monkeypatch.setattr(report, "load", lambda name: {"sweep": sweep, "end_to_end": whole}[name])
+    page = open_page(report.html())
+    text = [page.locator(f"#{id} tbody tr").all_inner_texts() for id in ("host", "first", "models")]
+    host, first, models = ([row.split("\t") for row in rows] for rows in text)
+    assert host == [["silu", "4.00", "8.00", "5.00", "9.00"]]
+    assert first == [["silu", "3.50", "0.100", "", ""]]
+    assert models[1] == ["decoder", "prefill", "</script><b>", "50000", "123", "1.0e-3"]
+    page.get_by_role("button", name="off", exact=True).click()
+    assert page.locator("#models tbody tr").first.inner_text().split("\t")[2] == "</script><b>"
