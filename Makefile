@@ -5,7 +5,7 @@ VENV ?= .venv
 STAMP = $(VENV)/.requirements-dev
 IN_VENV = $(VENV)/bin/python
 
-.PHONY: help demo test lint build gpu-test bench sweep portability kit clean
+.PHONY: help demo test lint build gpu-test bench sweep proof fuzz portability kit clean
 .DEFAULT_GOAL = help
 
 help: ## List what can be made.
@@ -47,6 +47,15 @@ sweep: ## Measure every op and whole models on an H200 beside PyTorch and peers,
 	$(PYTHON) benchmarks/end_to_end.py --json benchmarks/results/nvidia_h200_end_to_end.json
 	$(PYTHON) benchmarks/memory_linear_cross_entropy.py build/torch-cuda --json benchmarks/results/nvidia_h200_memory.json
 	$(PYTHON) benchmarks/report.py
+
+proof: $(STAMP) ## Do to every op all that a user can, on the CPU and in the interpreter: twenty minutes.
+	CUDA_VISIBLE_DEVICES= PROOF=1 $(IN_VENV) -m pytest -n 2 tests/test_every_op.py
+	CUDA_VISIBLE_DEVICES= PROOF=1 TRITON_INTERPRET=1 $(IN_VENV) -m pytest -n 2 tests/test_every_op.py
+
+FUZZ ?= 2000
+
+fuzz: $(STAMP) ## Draw FUZZ calls of any op, dtype and layouts, other ones each time.
+	CUDA_VISIBLE_DEVICES= FUZZ=$(FUZZ) $(IN_VENV) -m pytest tests/test_fuzz.py
 
 portability: $(STAMP) ## Compile every kernel for twelve GPUs that need not be there, into docs/portability.md: an hour.
 	$(IN_VENV) tools/portability.py

@@ -25,3 +25,35 @@ def tensor(shape, dtype=torch.float32, device="cpu", layout="contiguous", scale=
         n = torch.Size(shape).numel()
         return draw(n + 1)[1:].view(*shape)
     raise ValueError(layout)
+
+
+def relaid(t, layout):
+    """The values of t, in memory as `layout` says: one of LAYOUTS, "padded" rows, or "odd" strides of sizes of 1.
+
+    "expanded" has the values of t's first row in all.
+    """
+    if not t.dim() or not t.numel() or layout == "contiguous":
+        return t.contiguous()
+    if layout == "transposed":
+        order = tuple(reversed(range(t.dim())))
+        return t.permute(order).contiguous().permute(order)
+    if layout == "expanded":
+        return t[:1].contiguous().expand(t.shape)
+    if layout == "offset":
+        return t.new_empty(t.numel() + 1)[1:].view(t.shape).copy_(t)
+    if layout == "odd":  # torch asks for nothing of the stride of a size of 1
+        strides = (7 if size == 1 else stride for size, stride in zip(t.shape, t.contiguous().stride()))
+        return t.contiguous().as_strided(t.shape, tuple(strides))
+    sizes = list(t.shape)
+    if layout == "rows_sliced":
+        sizes[0] *= 2
+        place = (slice(None, None, 2),)
+    elif layout == "columns_sliced":
+        sizes[-1] *= 2
+        place = (..., slice(None, None, 2))
+    elif layout == "padded":
+        sizes[-1] += 3
+        place = (..., slice(1, -2))
+    else:
+        raise ValueError(layout)
+    return t.new_full(sizes, torch.nan if t.is_floating_point() else 0)[place].copy_(t)
