@@ -147,6 +147,13 @@ class _Unknown(Exception):
     pass
 
 
+def _described(kind, fields, base):
+    """A tensor descriptor without the checks that one of the same layout has passed."""
+    descriptor = object.__new__(kind)
+    vars(descriptor).update(fields, base=base)
+    return descriptor
+
+
 class _Watch(TorchDispatchMode):
     """Writes down what a call does. Tensors have names; their ids are theirs as long as this keeps them."""
 
@@ -283,10 +290,10 @@ class _Watch(TorchDispatchMode):
             used.append(root)
             return f"{root}.data_ptr()" + (f" + {offset}" if offset else "")
         if type(a) in DESCRIPTORS:
-            rest = ", ".join(self.value(list(v)) for v in (a.shape, a.strides, a.block_shape))
-            if hasattr(a, "layout"):
-                rest += f", {self.value(a.layout)}"
-            return f"{self.value(type(a))}({self.operand(a.base, used)}, {rest})"
+            fields = {k: v for k, v in vars(a).items() if k != "base"}
+            return (
+                f"{self.value(_described)}({self.value(type(a))}, {self.value(fields)}, {self.operand(a.base, used)})"
+            )
         return self.value(a)
 
     def written(self, result):
