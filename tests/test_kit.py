@@ -1,6 +1,7 @@
 """What tools/new_kernel_repo.py and tools/new_op.py make passes the tests that it makes: here a kind of each, and with
 PORTABLE_KERNELS_KIT=all (make kit) every kind."""
 
+import importlib.util
 import os
 import shutil
 import subprocess
@@ -55,12 +56,13 @@ def test_an_op_here(tmp_path, kind):
     new = [p for p in tmp_path.rglob("*.py") if p not in before and "_ops" not in p.name]
     assert len(written) == 6 and changed == {"__init__.py", "README.md"} and len(new) == 3
     assert lint_paths(new) == []
-    command = [sys.executable, "-m", "ruff", "check", "torch-ext/portable_kernels/__init__.py", *new]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout
+    if importlib.util.find_spec("ruff"):
+        command = [sys.executable, "-m", "ruff", "check", "torch-ext/portable_kernels/__init__.py", *new]
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout
     rules = ["tests/test_package.py"] if EVERY else []
     chosen = "an_op or exports or agrees or readme or imports or fill or autotuned or registered or hook or syntax"
-    run_tests(tmp_path, "-n0", "tests/test_an_op_with_a_long_name.py", *rules, "-k", chosen)
+    run_tests(tmp_path, "tests/test_an_op_with_a_long_name.py", *rules, "-k", chosen)
 
 
 def test_names_that_are_refused(tmp_path):
