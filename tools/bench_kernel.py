@@ -10,8 +10,8 @@ The report is a `triton.testing.perf_report`: a table, and with --out a CSV file
 matplotlib; the CSV is written without them, too). GB/s come from --bytes, TFLOP/s from --flops; given both, the verdict
 says which of them bounds it. Bytes are those that have to be read and written once, whatever the kernel does.
 
-Ceilings are measured here and now: a copy of 2^28 elements, and a product of 4096 x 4096 matrices by the vendor. Nothing
-is timed before it agrees with the baseline. Without a GPU it times Triton's interpreter, which says nothing of a kernel.
+Ceilings are measured here and now: a copy of 2^28 elements, and a product of 4096 x 4096 matrices by the vendor.
+Nothing is timed before it agrees with the baseline. Without a GPU it times Triton's interpreter, which says nothing.
 """
 
 import argparse
