@@ -250,6 +250,27 @@ def test_bulk_copies(family, internals, device, on_kernels, form, turned):
     assert_close(out, expected)
 
 
+@pytest.mark.parametrize(
+    "offs",
+    [[3, 3, 12, 77, 179], [0, 0, 200, 200, 200], [0, 0, 0, 0, 0], [64, 128, 128, 190, 400], [190, 12, 64, 200, 3]],
+)
+def test_torchs_shares(family, internals, device, on_kernels, offs):
+    """torch's product is told of groups as ours take them: within K, and never falling."""
+    module = internals("_grouped_mm")
+    if not on_kernels or not hasattr(torch.nn.functional, "grouped_mm"):
+        pytest.skip("no kernels on this path, or no such product in this PyTorch")
+    a, b = operands("shares", torch.bfloat16, device, T=200, M=256, N=264)
+    a, out = a.mT.contiguous().mT, torch.empty(5, 256, 264, dtype=a.dtype, device=device)
+    plan = module.Plan("vendor")
+    found = module.shares_of_k(a, b, torch.tensor(offs, device=device), None, out, plan)
+    if offs == sorted(offs):
+        expected = family.grouped_mm_reference(a.cpu().double(), b.cpu().double(), offs=torch.tensor(offs))
+        assert_close(found, expected)
+        a.mT[: offs[0]] = float("nan")
+        b[offs[-1] :] = float("nan")
+        assert torch.equal(module.shares_of_k(a, b, torch.tensor(offs, device=device), None, out, plan)[1:], found[1:])
+
+
 # How the op behaves.
 
 

@@ -16,21 +16,24 @@ from ._triton import TensorDescriptor, cdiv, next_power_of_2, round_to, tl, trit
 
 
 class Plan(NamedTuple):
-    """kind: "descriptor" (tiles are copied in bulk) or "pointer" (any strides)."""
+    """kind: "descriptor" (tiles are copied in bulk), "pointer" (any strides) or "vendor" (torch's own product)."""
 
     kind: str
-    BLOCK_M: int
-    BLOCK_N: int
-    BLOCK_K: int
-    num_warps: int
-    num_stages: int
+    BLOCK_M: int = 64
+    BLOCK_N: int = 64
+    BLOCK_K: int = 32
+    num_warps: int = 4
+    num_stages: int = 2
     GROUP_M: int = 8
     FLATTEN: bool = False
     PER_SM: int = 1  # programs that share a multiprocessor
     SUBTILES: int = 1  # parts that a tile of a product over shares of K is stored in
 
 
-def fits(plan, device, dtype, *, groups, **sizes):
+def fits(plan, device, dtype, *, groups, vendor=False, **sizes):
+    """vendor: whether torch has such a product."""
+    if plan.kind == "vendor":
+        return vendor
     if plan.kind == "descriptor" and not device.descriptors:
         return False
     used = _tuning.shared_bytes(plan.BLOCK_M, plan.BLOCK_N, plan.BLOCK_K, plan.num_stages, dtype.itemsize)
@@ -231,13 +234,14 @@ def _align(t, plan, inner):
     return 16 // t.element_size() if plan.kind == "descriptor" and inner else 1
 
 
-def find_plan(device, dtype, groups, M, N, K, describable):
+def find_plan(device, dtype, groups, M, N, K, describable, vendor=False):
     """The tile plan. groups: "rows" or "shares"; M or K: that of a group, on average."""
-    return _tuning.find("grouped_mm", Plan, fits, device, dtype, groups=groups, M=M, N=N, K=K, describable=describable)
+    sizes = {"groups": groups, "M": M, "N": N, "K": K, "describable": describable, "vendor": vendor}
+    return _tuning.find("grouped_mm", Plan, fits, device, dtype, **sizes)
 
 
-def _plan(device, a, groups, M, N, K, turned):
-    return find_plan(device, a.dtype, groups, M, N, K, None not in turned and a.dtype.itemsize == 2)
+def _plan(device, a, groups, M, N, K, turned, vendor=False):
+    return find_plan(device, a.dtype, groups, M, N, K, None not in turned and a.dtype.itemsize == 2, vendor)
 
 
 def _operands(a, b, plan, turned):
@@ -300,11 +304,22 @@ def rows_in_groups(a, b, offs, bias, out, plan=None):
 
 @_tuning.falls_back
 def shares_of_k(a, b, offs, bias, out, plan=None):
-    """out (G, M, N) = a (M, K) times b (K, N), over each group's share of K; bias (G, N)."""
+    """out (G, M, N) = a (M, K) times b (K, N), over each group's share of K; bias (G, N). Returns out or torch's."""
     (M, K), (G, _, N) = a.shape, out.shape
     device = facts(a.device)
     turned = _turned(a), _turned(b)
-    plan = plan or _plan(device, a, "shares", M, N, cdiv(K, max(G, 1)), turned)
+    # torch reads a group from where it starts, at whole 16 bytes only where K does not lie contiguous.
+    vendor = (
+        hasattr(torch.nn.functional, "grouped_mm")
+        and a.dtype == b.dtype == out.dtype == torch.bfloat16
+        and bias is None
+        and turned == (True, False)
+        and N % 8 == 0
+    )
+    plan = plan or _plan(device, a, "shares", M, N, cdiv(K, max(G, 1)), turned, vendor)
+    if plan.kind == "vendor":
+        # It believes what it is told: offsets that fall, or lie past K, would be read beyond the operands.
+        return torch.nn.functional.grouped_mm(a, b, offs=offs.clamp(0, K).cummax(0).values.int())
     tiles_m, tiles_n = cdiv(M, plan.BLOCK_M), cdiv(N, plan.BLOCK_N)
     bulk = plan.kind == "descriptor" and N * out.element_size() % 16 == 0
     out_desc = TensorDescriptor.from_tensor(out, [1, plan.BLOCK_M, plan.BLOCK_N // plan.SUBTILES]) if bulk else None

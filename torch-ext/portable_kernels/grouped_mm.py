@@ -75,7 +75,7 @@ def grouped_mm_fwd(
         bias = None if bias is None else bias.expand(G, -1)
         _grouped_mm.rows_in_groups(a.reshape(G * M, K), b, offs, bias, out.view(G * M, -1))
     elif a.dim() == b.dim():
-        _grouped_mm.shares_of_k(a, b, offs, bias, out)
+        return _grouped_mm.shares_of_k(a, b, offs, bias, out)
     elif a.dim() == 2:
         _grouped_mm.rows_in_groups(a, b, offs, bias, out)
     else:  # the transpose of the above
