@@ -2,6 +2,7 @@
 
 import ast
 import functools
+import gc
 import importlib
 import inspect
 import os
@@ -13,6 +14,7 @@ from _inputs import tensor
 from _numerics import assert_close
 from kernels import LayerRepository, Mode, kernelize, replace_kernel_forward_from_hub, use_kernel_mapping
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 transformers = pytest.importorskip("transformers")
 ACT2FN = importlib.import_module("transformers.activations").ACT2FN
@@ -324,6 +326,51 @@ def test_mlps_call_what_they_find(kernel, device):
     ):
         with pytest.raises(TypeError, match=f"{layer}: act_fn must be .*, got {type(ACT2FN[act_fn]).__name__}"):
             getattr(kernel.layers, layer).forward(MLP(ACT2FN[act_fn]), x)
+
+
+@pytest.mark.parametrize("how", ["plain", "bias", "autocast", "frozen", "checkpoint", "reentrant", "second"])
+def test_mlps_form_the_product_again(kernel, device, on_kernels, how):
+    """Bit for bit the gradients of the plain composition, and nothing of the product is kept for them."""
+    from torch.utils.checkpoint import checkpoint
+
+    module = MLP(nn.SiLU()).to(device)
+    if how == "bias":
+        module.down_proj = nn.Linear(40, 24).to(device)
+    if how == "frozen":
+        module.down_proj.requires_grad_(False)
+    x = tensor((2, 3, 24), device=device).requires_grad_()
+    kept = []
+    module.down_proj.register_forward_pre_hook(lambda _, args: kept.append(StorageWeakRef(args[0].untyped_storage())))
+
+    def plain(x):
+        return module.down_proj(kernel.swiglu(module.gate_proj(x), module.up_proj(x)))
+
+    def ours(x):
+        return kernel.layers.SwiGLUMLP.forward(module, x)
+
+    found = []
+    for function in (plain, ours):
+        with torch.autocast(device.type, torch.bfloat16, enabled=how == "autocast"):
+            if how in ("checkpoint", "reentrant"):
+                y = checkpoint(function, x, use_reentrant=how == "reentrant")
+            else:
+                y = function(x)
+        if how in ("plain", "bias", "autocast"):
+            gc.collect()  # the interpreter's frames hold what they launched on
+            assert kept[-1].expired() == (function is ours and on_kernels)
+        learn = [x, *(p for p in module.parameters() if p.requires_grad)]
+        if how == "reentrant":  # it forbids autograd.grad
+            module.zero_grad()
+            x.grad = None
+            y.float().square().sum().backward()
+            grads = [p.grad for p in learn]
+        else:
+            grads = torch.autograd.grad(y.float().square().sum(), learn, create_graph=how == "second")
+        if how == "second":
+            grads += torch.autograd.grad(sum(g.square().sum() for g in grads), learn)
+        found.append(grads)
+    assert len(found[0]) == len(found[1]) > 0
+    assert all(torch.equal(a, b) for a, b in zip(*found))
 
 
 def test_router(kernel, device, monkeypatch):

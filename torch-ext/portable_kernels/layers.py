@@ -4,9 +4,13 @@ A layer has no state and no constructor; it may read only what the original modu
 trace under torch.compile, so one entry of a kernel mapping serves training, inference and compilation.
 """
 
+from functools import partial
+
 import torch
 from torch import nn
+from torch.autograd.function import BackwardCFunction
 
+from ._dispatch import is_plain
 from .activations import gelu, quick_gelu, silu
 from .cross_entropy import cross_entropy
 from .dropout import dropout
@@ -43,6 +47,9 @@ _ROUND_AFTER_WEIGHT = frozenset(
 
 # The same of the classes that go by "RMSNormGated": these multiply by the weight in float32.
 _GATED_ROUND_ONCE = frozenset({"BailingHybridRMSNormGated", "Glm5NextTextRMSNormGated", "KimiLinearRMSNormGated"})
+
+# Whether saved_tensors_hooks are in force. None in a torch that does not tell.
+_hooked = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
 
 # The form of gelu that an activation module computes, by its class.
 _GELU_FORMS = {
@@ -318,6 +325,34 @@ class GeluTanhAndMul(nn.Module):
         return gelu_tanh_and_mul(x)
 
 
+def _projected(project, multiply, gate, up):
+    """project(multiply(gate, up)), whose backward forms the product again, of what the product's own gradient keeps.
+
+    So a gated MLP keeps two wide tensors for training, not three.
+    """
+    product = multiply(gate, up)
+    if torch.compiler.is_compiling() or not is_plain((product,)) or _hooked is None or _hooked(True):
+        return project(product)  # what others do with saved tensors, as checkpointing does, is theirs
+    node = product.grad_fn
+    if not isinstance(node, BackwardCFunction):  # no gradient is asked for, or no kernel ran
+        return project(product)
+    this = (product.data_ptr(), product.numel(), product.dtype)
+
+    def pack(t):
+        same = type(t) is torch.Tensor and (t.data_ptr(), t.numel(), t.dtype) == this
+        return (node, t.shape) if same and t.is_contiguous() else t
+
+    def unpack(kept):
+        if isinstance(kept, torch.Tensor):
+            return kept
+        node, shape = kept
+        with torch.no_grad():
+            return multiply(*node.saved_tensors).view(shape)
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+        return project(product)
+
+
 class SwiGLUMLP(nn.Module):
     """down_proj(silu(gate_proj(x)) * up_proj(x)); the projections are called, whatever they are, and act_fn is silu."""
 
@@ -327,7 +362,7 @@ class SwiGLUMLP(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if not _is_silu(self.act_fn):
             raise TypeError(f"SwiGLUMLP: act_fn must be silu, got {_name(self.act_fn)}")
-        return self.down_proj(swiglu(self.gate_proj(x), self.up_proj(x)))
+        return _projected(self.down_proj, swiglu, self.gate_proj(x), self.up_proj(x))
 
 
 class GeGLUMLP(nn.Module):
@@ -340,7 +375,7 @@ class GeGLUMLP(nn.Module):
         form = _gelu_form(self.act_fn)
         if form is None:
             raise TypeError(f"GeGLUMLP: act_fn must be gelu, got {_name(self.act_fn)}")
-        return self.down_proj(geglu(self.gate_proj(x), self.up_proj(x), form))
+        return _projected(self.down_proj, partial(geglu, approximate=form), self.gate_proj(x), self.up_proj(x))
 
 
 class Linear(nn.Module):
