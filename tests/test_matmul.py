@@ -542,6 +542,8 @@ def test_opcheck(family, device):
     torch.library.opcheck(family.matmul_fwd, (x, wt, None, None, None, 0.0, 0.0, torch.float64, "ieee", True, False))
     u = tensor((5, 4), device=device).requires_grad_()
     torch.library.opcheck(family.gated_linear_fwd, (x, w, u, "gelu", 0.0, 0.0, "ieee", False, True))
+    x2, ut = (t.detach().clone().requires_grad_() for t in (x, u.mT))
+    torch.library.opcheck(family.sum_of_products_fwd, (x, wt, x2, ut, "ieee"))
 
 
 def test_direct_launch_is_the_op(family, device, on_kernels):
