@@ -34,6 +34,12 @@ from workloads import WORKLOADS
 
 OURS = "portable-kernels"
 DIRECTIONS = ("forward", "backward", "both")
+# One of each kind: whose first calls from caches `--first` measures, where it names none.
+FIRST = (
+    "softmax", "topk_softmax", "rms_norm", "layer_norm", "group_norm", "gelu", "swiglu", "dropout",
+    "apply_rotary_pos_emb", "cross_entropy", "reductions.sum of rows", "linear", "scaled_matmul, accurate",
+    "grouped_mm", "attention, causal",
+)  # fmt: skip
 CALLS = 1000  # of which the host's share is the mean, five times
 PROVIDERS = ("compile", "liger", "quack", "gems", "fla", "cudnn", "flash2")
 
@@ -193,6 +199,9 @@ class Op:
         for case, shape in self.workload.cases.items():
             torch.cuda.empty_cache()
             yield from self.measure_case(case, shape, clock)
+        late = len(self.workload.cases) - len(self.compiled)
+        if "torch.compile" in self.ways and late:
+            print(f"  torch.compile left out, no time to compile: {self.name}, {late} cases", flush=True)
         if self.options.host:
             yield {"host": host(self.workload, self.ways)}
 
@@ -210,7 +219,6 @@ class Op:
             runs, expected, y, dy = {}, None, None, None
             for name, way in self.ways.items():
                 if name == "torch.compile" and case not in self.compiled:
-                    print(f"  {name} left out, no time to compile: {self.name} {case} {direction}", flush=True)
                     continue
                 if direction == "backward" and name in workload.early:
                     continue
@@ -351,7 +359,7 @@ def main():
     parser.add_argument("--limit", type=float, default=3600, help="seconds in all; what there is no time for is named")
     parser.add_argument("--commit", help="of what is measured; else git is asked")
     parser.add_argument("--host", action="store_true", help="measure the host's share of a call too")
-    parser.add_argument("--first", action="store_true", help="measure first calls from the caches on disk too")
+    parser.add_argument("--first", nargs="*", help="ops to measure first calls of from the caches on disk too")
     parser.add_argument("--child", nargs=2, help=argparse.SUPPRESS)
     parser.add_argument("--compile-until", type=float, help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -435,7 +443,7 @@ def sweep(options):
         }  # fmt: skip
 
         def workers(kind, of):
-            passed = [*sys.argv[1:], "--compile-until", str(begun + 0.5 * options.limit)]
+            passed = [*sys.argv[1:], "--compile-until", str(begun + 0.55 * options.limit)]
             made = []
             for name in of:
                 worker = turns.Worker(name, [sys.executable, __file__, *passed, "--child", kind, name], environment)
@@ -448,13 +456,13 @@ def sweep(options):
         ops = workers("op", sorted(names, key=lambda n: -len(WORKLOADS[n].cases)))
         turns.run(
             workers("ceilings", ["ceilings"]) + ops, heard, lost, jobs=options.jobs,
-            ready_by=began + 0.6 * options.limit, done_by=done_by, patience=120,
+            ready_by=began + 0.65 * options.limit, done_by=done_by, patience=120,
         )  # fmt: skip
-        if options.first:
+        if options.first is not None:
+            again = [w.name for w in ops if w.state == "done" and w.name in (options.first or FIRST)]
             turns.run(
-                workers("warm", [w.name for w in ops if w.state == "done"]), heard, lost, jobs=options.jobs,
-                ready_by=done_by, done_by=done_by, patience=10,
-            )  # fmt: skip
+                workers("warm", again), heard, lost, jobs=options.jobs, ready_by=done_by, done_by=done_by, patience=10
+            )
     order = {name: i for i, name in enumerate(WORKLOADS)}
     record["rows"].sort(key=lambda r: order[r["op"]])
     write(record, options.json)
