@@ -46,7 +46,7 @@ ENCODER = dict(
 TINY = dict(vocab_size=512, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4)
 SIZES = {
     False: dict(batch=2, tokens=4096, steps=20, prefills=12, sentences=(64, 1024), runs=24),
-    True: dict(batch=2, tokens=32, steps=4, prefills=3, sentences=(300,), runs=3),
+    True: dict(batch=2, tokens=32, steps=4, prefills=3, sentences=(100,), runs=2),
 }
 
 
