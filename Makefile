@@ -5,7 +5,7 @@ VENV ?= .venv
 STAMP = $(VENV)/.requirements-dev
 IN_VENV = $(VENV)/bin/python
 
-.PHONY: help demo test lint build gpu-test bench sweep proof fuzz portability kit clean
+.PHONY: help demo test lint build gpu-test bench sweep proof fuzz mutate accuracy portability kit clean
 .DEFAULT_GOAL = help
 
 help: ## List what can be made.
@@ -56,6 +56,13 @@ FUZZ ?= 2000
 
 fuzz: $(STAMP) ## Draw FUZZ calls of any op, dtype and layouts, other ones each time.
 	CUDA_VISIBLE_DEVICES= FUZZ=$(FUZZ) $(IN_VENV) -m pytest tests/test_fuzz.py
+
+mutate: $(STAMP) ## Break kernels on purpose, one place at a time, and see that a test notices: two hours.
+	$(IN_VENV) tools/mutate.py
+
+accuracy: $(STAMP) ## Measure errors against float64 beside PyTorch's, into docs/accuracy.md.
+	CUDA_VISIBLE_DEVICES= $(IN_VENV) tools/accuracy.py
+	TRITON_INTERPRET=1 $(IN_VENV) tools/accuracy.py
 
 portability: $(STAMP) ## Compile every kernel for twelve GPUs that need not be there, into docs/portability.md: an hour.
 	$(IN_VENV) tools/portability.py

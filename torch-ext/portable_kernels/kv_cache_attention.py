@@ -118,7 +118,7 @@ def _reference(
         sink = sinks.to(compute)[:, None, None].expand(B, H, S, 1)
         scores = torch.cat((scores, sink), -1)
     lse = torch.logsumexp(scores, -1) if scores.shape[-1] else scores.new_full((B, H, S), -torch.inf)
-    p = torch.exp(scores[..., :T] - torch.where(lse == -torch.inf, 0.0, lse)[..., None])
+    p = torch.softmax(scores, -1)[..., :T].masked_fill((lse == -torch.inf)[..., None], 0.0)  # sums to 1, as lse may not
     out = torch.einsum("bhgst,bthd->bshgd", p.unflatten(1, (heads, H // heads)), v)
     return out.flatten(2, 3).to(k_cache.dtype), lse
 
