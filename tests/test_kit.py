@@ -3,6 +3,7 @@ PORTABLE_KERNELS_KIT=all (make kit) every kind."""
 
 import importlib.util
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -46,7 +47,7 @@ def test_a_repository_of_ones_own(tmp_path, kind):
 @pytest.mark.parametrize("kind", KINDS if EVERY else ("pointwise",))
 def test_an_op_here(tmp_path, kind):
     ignored = shutil.ignore_patterns("__pycache__", "*.pyc", "results", "_ops.py")
-    for name in ("torch-ext", "tests", "tools", "benchmarks"):
+    for name in ("torch-ext", "tests", "tools", "benchmarks", "examples"):
         shutil.copytree(ROOT / name, tmp_path / name, ignore=ignored)
     for name in ("build.toml", "README.md", "pytest.ini", "CARD.md", "ruff.toml"):
         shutil.copy(ROOT / name, tmp_path / name)
@@ -54,15 +55,29 @@ def test_an_op_here(tmp_path, kind):
     written = new_op.add(tmp_path, "an_op_with_a_long_name", kind)
     changed = {p.name for p, text in before.items() if p.read_text() != text}
     new = [p for p in tmp_path.rglob("*.py") if p not in before and "_ops" not in p.name]
-    assert len(written) == 6 and changed == {"__init__.py", "README.md"} and len(new) == 3
+    elsewhere = {"__init__.py", "README.md", "quickstart.py", *(["test_every_op.py"] if kind == "matmul" else [])}
+    assert len(written) == (9 if kind == "matmul" else 7) and changed == elsewhere and len(new) == 3
     assert lint_paths(new) == []
     if importlib.util.find_spec("ruff"):
         command = [sys.executable, "-m", "ruff", "check", "torch-ext/portable_kernels/__init__.py", *new]
         done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
         assert done.returncode == 0, done.stdout
-    rules = ["tests/test_package.py"] if EVERY else []
-    chosen = "an_op or exports or agrees or readme or imports or fill or autotuned or registered or hook or syntax"
+    rules = ["tests/test_package.py", "tests/test_every_op.py"] if EVERY else []
+    chosen = "an_op or has_a_call or exports or agrees or imports or fill or autotuned or registered or hook or syntax"
     run_tests(tmp_path, "tests/test_an_op_with_a_long_name.py", *rules, "-k", chosen)
+
+
+def test_the_run_in_contributing_is_what_happens(tmp_path):
+    for name in ("README.md", "torch-ext/portable_kernels/__init__.py", "examples/quickstart.py"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, tmp_path / name)
+    for name in ("tests", "benchmarks"):
+        (tmp_path / name).mkdir()
+    recorded = (ROOT / "CONTRIBUTING.md").read_text().split("$ .venv/bin/python tools/new_op.py scaled_tanh")[1]
+    recorded = [line.strip() for line in recorded.split("\n\n")[0].splitlines()[1:-1]]
+    numbers = re.compile(r":\d+: ")
+    written = new_op.add(tmp_path, "scaled_tanh", "pointwise")
+    assert [numbers.sub(": ", line) for line in written] == [numbers.sub(": ", line) for line in recorded]
 
 
 def test_names_that_are_refused(tmp_path):

@@ -4,8 +4,8 @@
     python tools/new_op.py scaled_tanh --kind pointwise
 
 rowwise: rows divided by their root mean square.   pointwise: x * sigmoid(x).   reduction: mean of squares.   matmul:
-a @ b by tiles. Three new files: the op, its tests and its benchmark. A line for the import, one for `__all__`; and a
-row of the README's table, to make true.
+a @ b by tiles. Three new files: the op, its tests and its benchmark. Elsewhere a line for the import and one for
+`__all__`; a row of the README's table, and a typical call for the tests that are of all ops.
 """
 
 import argparse
@@ -13,11 +13,17 @@ import sys
 
 from new_kernel_repo import KINDS, ROOT, TEMPLATES, op_names, renamed
 
-WHAT = {
+ROW = {  # of the README's table
     "rowwise": "`{op}(x, eps=1e-6)` | x / sqrt(mean(x^2) + eps)",
     "pointwise": "`{op}(x)` | x * sigmoid(x)",
     "reduction": "`{op}(x)` | the mean of squares over the last dimension",
     "matmul": "`{op}(a, b)` | a @ b",
+}
+TYPICAL_CALL = {  # what examples/quickstart.py holds it against, and tests/test_every_op.py does everything to
+    "rowwise": "lambda x: F.rms_norm(x, x.shape[-1:], eps=1e-6)",
+    "pointwise": "lambda x: x * torch.sigmoid(x)",
+    "reduction": "lambda x: wide(x).square().mean(-1)",
+    "matmul": "lambda a, b: a @ b",
 }
 
 
@@ -55,9 +61,15 @@ def add(root, op, kind):
     count = iter(range(len(imports)))
     written += insert(package / "__init__.py", [f"from .{op} import {op}"], lambda x: next(count) > first and later(x))
     written += insert(package / "__init__.py", [f'    "{op}",'], lambda x: x == '    "reductions",')
-    written += insert(
-        root / "README.md", [f"| {WHAT[kind].format(op=op)} |"], lambda x: x.startswith("| `reductions` |")
-    )
+    row = f"| {ROW[kind].format(op=op)} |"
+    written += insert(root / "README.md", [row], lambda x: x.startswith("| `reductions` |"))
+    quickstart = root / "examples" / "quickstart.py"
+    written += insert(quickstart, [f'    "{op}": {TYPICAL_CALL[kind]},'], lambda x: x.startswith('    "add_rms_norm"'))
+    if kind == "matmul":  # whose arguments have other names, and whose rows do not stand alone
+        line = f'    "{op}": {{"a": "x", "b": "columns"}},'
+        written += insert(quickstart, [line], lambda x: x.startswith('    "rotary": {'))
+        every = root / "tests" / "test_every_op.py"
+        written += insert(every, [f'    "{op}",'], lambda x: x.startswith('    "matmul", "linear"'))
     return written
 
 

@@ -95,6 +95,7 @@ def my_op(a: Tensor, b: Tensor) -> Tensor:
     Numerics: products of float32 are not tf32; sums in float32, rounded once. Autograd: first and second derivative,
         vmap; forward mode raises.
     """
+    _checks.given("my_op", a=a, b=b)
     _checks.tensors("my_op", a, first="a", b=b)
     if a.dim() != 2 or b.dim() != 2 or a.shape[1] != b.shape[0]:
         shapes = f"{tuple(a.shape)} and {tuple(b.shape)}"
