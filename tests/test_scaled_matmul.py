@@ -324,6 +324,21 @@ def test_is_torch(kernel, device):
         assert_close(kernel.scaled_matmul(a, b.t(), scale_a, scale_b), theirs.double(), ulps=3)
 
 
+@pytest.mark.parametrize("kind_a, kind_b, subtiles", [("row", "tensor", 2), ("block", "square", 1)])
+def test_descriptors(family, internals, device, on_kernels, kind_a, kind_b, subtiles):
+    """The kernel whose programs walk tiles, more of them than programs, where no plan chooses it."""
+    module, facts = internals("_scaled_matmul"), internals("_device").facts(device)
+    native = module.multiplied_as(E4M3, E4M3, facts.arch) is None
+    if not on_kernels or not (facts.descriptors and native or facts.arch == "interpreter"):
+        pytest.skip("no descriptors on this device")
+    plan = module.Plan("descriptor", 32, 64, 32, 4, 1, SUBTILES=subtiles)
+    a, b = operands(1070, 272, 160, device) if device.type != "cpu" else operands(70, 144, 160, device)
+    scale_a, scale_b = scales(a, kind_a, device), scales(b, kind_b, device)
+    two = [t.reshape(1, 1) if t.dim() == 0 else t for t in (scale_a, scale_b)]
+    out = module.scaled_matmul(a, b.t(), *two, None, torch.bfloat16, False, plan)
+    hold(out, product(family, a, b, scale_a, scale_b, None, kind_a, kind_b), (E4M3, E4M3))
+
+
 @pytest.mark.parametrize("tile", [(128, 256, 4), (256, 128, 4), (128, 128, 6), (128, 64, 6)])
 def test_hopper(family, internals, device, tile):
     """The kernel for Hopper GPUs, with tails on every side and tiles that are walked: the formula, in the same bits."""
