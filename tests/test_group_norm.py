@@ -91,16 +91,18 @@ def test_large_groups(pair, device, shape):
 
 
 @pytest.mark.parametrize("channels_last", [False, True])
-def test_plan(family, device, channels_last):
+def test_plan(family, internals, device, channels_last):
     for multiprocessors in (2, 132):
+        facts = internals("_device").Device(multiprocessors, 16, 65536)
         for batch, C, S, groups in (
             (1, 128, 512 * 512, 32),
             (16, 320, 64 * 64, 32),
             (2, 1280, 64, 32),
             (1, 1, 10**7, 1),
         ):
-            plan = family._plan(batch, C, S, groups, channels_last, multiprocessors)
-            assert plan.BLOCK_C * plan.BLOCK_S in (2048, 4096) or plan.BLOCK_C >= C // groups
+            plan = family._plan(batch, C, S, groups, channels_last, facts)
+            assert plan.num_warps <= 16
+            assert plan.BLOCK_C * plan.BLOCK_S in (2048, 4096, 8192) or plan.BLOCK_C >= C // groups
             assert plan.CHUNK % plan.BLOCK_S == 0 and plan.CHUNK <= 64 * plan.BLOCK_S
 
 

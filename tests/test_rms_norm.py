@@ -142,6 +142,17 @@ def test_add(kernel, family, device, dtype, N):
     assert torch.equal(y, kernel.rms_norm(x + r, w))
 
 
+@pytest.mark.parametrize("op", ["rms_norm", "layer_norm"])
+def test_wide_rows_repeat(kernel, internals, device, op):
+    """Wide rows may be split over programs that wait for each other: right, and the same bits each time."""
+    rows, reference = 700 if device.type == "cuda" else 2, getattr(internals(op), f"{op}_reference")
+    x, w, dy = (tensor(s, torch.bfloat16, device) for s in ((rows, 33000), (33000,), (rows, 33000)))
+    check(getattr(kernel, op), reference, x, w, grads=[dy])
+    x.requires_grad_(), w.requires_grad_()
+    grads = [torch.autograd.grad(getattr(kernel, op)(x, w), (x, w), dy) for _ in range(20 if rows > 2 else 2)]
+    assert all(torch.equal(a, b) for again in grads[1:] for a, b in zip(again, grads[0]))
+
+
 def rounded_sum(family, dtype):
     """The reference whose sum is rounded as the kernel's is, passing gradients straight through the rounding."""
 

@@ -260,6 +260,11 @@ def test_plan(internals):
             assert plan.BLOCK_M >= min(M, 32)
             assert plan.BLOCK_M * plan.BLOCK_N * itemsize <= 32768 and plan.num_warps <= 16
             assert plan.ONE_PASS == (plan.BLOCK_N >= N)
+    for module in ("softmax", "rms_norm", "layer_norm", "masked_softmax"):
+        for N in (1, 100, 1000, 5000, 16384, 20000, 10**5, 10**6):
+            for max_warps in (16, 32):
+                plan = internals(module)._plan(N, max_warps)
+                assert 1 <= plan.num_warps <= max_warps and plan.ONE_PASS == (plan.BLOCK_N >= N)
 
 
 def test_opcheck(family, device):

@@ -10,14 +10,15 @@ from typing import Optional
 import torch
 from torch import Tensor
 
-from . import _losses
+from . import _losses, _online
 from ._activation_math import activate
 from ._device import facts, launch
 from ._dispatch import differentiable
 from ._losses import lead
+from ._online import finish, grouped, take
 from ._ops import add_op_namespace_prefix
 from ._rows import at, compute_dtype, row_index
-from ._triton import cdiv, round_to, scalar, tl, triton, triton_dtype
+from ._triton import cdiv, exp, round_to, scalar, tl, triton, triton_dtype
 
 
 def fwd_reference(x, target, weight, dim, ignore_index, keep, uniform, cap, scale, skip, partial):
@@ -146,12 +147,12 @@ def _load_soft(
     return t, tl.where(mask, u, 0.0)
 
 
-@triton.jit(do_not_specialize=["B", "ignore_index"])
+@triton.jit(do_not_specialize=["ignore_index"])
 def _cross_entropy_fwd_kernel(
     x_ptr, t_ptr, w_ptr, loss_ptr, lse_ptr, stats_ptr, B, M, N, x_strides, t_strides,
     ignore_index, keep, uniform, scale, cap,
     SOFT: tl.constexpr, SMOOTH: tl.constexpr, SKIP: tl.constexpr, PARTIAL: tl.constexpr, LOWEST: tl.constexpr,
-    COMPUTE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    GROUP: tl.constexpr, COMPUTE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """NaN where torch has it: tl.max may drop a NaN, but exp(NaN) stays in the sum, as does inf - inf."""
     a, b, offs_m = row_index(tl.program_id(0), B, M, BLOCK_M)
@@ -168,37 +169,34 @@ def _cross_entropy_fwd_kernel(
         z_y = _logits(z_y, scale, cap, valid)
         if SKIP:
             reads = counted
-    # A maximum that starts at the lowest finite number, not at -inf, keeps -inf - -inf out of lanes that have seen
-    # only -inf or nothing.
-    peaks = tl.full((BLOCK_M, BLOCK_N), LOWEST, COMPUTE)
-    sums = tl.zeros((BLOCK_M, BLOCK_N), COMPUTE)
-    if SOFT or SMOOTH:  # of what a lane has seen: the target's sum, and its sum of target * (peak - logit)
-        masses = tl.zeros((BLOCK_M, BLOCK_N), COMPUTE)
-        falls = tl.zeros((BLOCK_M, BLOCK_N), COMPUTE)
+    peaks = tl.full((BLOCK_M, BLOCK_N // GROUP), LOWEST, COMPUTE)
+    sums = tl.zeros((BLOCK_M, BLOCK_N // GROUP), COMPUTE)
+    if SOFT or SMOOTH:  # of what a group has seen: the target's sum, and its sum of target * (peak - logit)
+        masses = tl.zeros((BLOCK_M, BLOCK_N // GROUP), COMPUTE)
+        falls = tl.zeros((BLOCK_M, BLOCK_N // GROUP), COMPUTE)
     if SOFT:  # the largest target, and the target of the largest logit
-        bests = tl.full((BLOCK_M, BLOCK_N), float("-inf"), COMPUTE)
-        tops = tl.full((BLOCK_M, BLOCK_N), float("-inf"), COMPUTE)
+        bests = tl.full((BLOCK_M, BLOCK_N // GROUP), float("-inf"), COMPUTE)
+        tops = tl.full((BLOCK_M, BLOCK_N // GROUP), float("-inf"), COMPUTE)
     stop = tl.max(tl.where(reads, N, 0)) if SKIP else N
     for start in range(0, stop, BLOCK_N):
         cols = start + offs_n
         mask = reads[:, None] & (offs_n < N - start)[None, :]
         x = tl.load(at(x_ptr, x_strides, a, b, offs_m, cols), mask=mask, other=float("-inf")).to(COMPUTE)
-        z = _logits(x, scale, cap, mask)
-        higher = z > peaks
+        z = grouped(_logits(x, scale, cap, mask), GROUP)
+        before = peaks
+        peaks, sums = take(z, peaks, sums)
         if SOFT or SMOOTH:
             t, u = _load_soft(t_ptr, t_strides, w_ptr, a, b, offs_m, cols, mask, N, keep, uniform, SOFT, COMPUTE)
-            rise = tl.where(masses == 0, 0.0, masses * (z - peaks))  # a lane that has seen nothing: 0 times inf
-            falls += tl.where(mask, tl.where(higher, rise, u * (peaks - z)), 0.0)
-            masses += u
+            falls += tl.where(masses == 0, 0.0, masses * (peaks - before))  # nothing seen: 0 times inf
+            u = grouped(u, GROUP)
+            falls += tl.sum(tl.where(grouped(mask, GROUP), u * (peaks[:, :, None] - z), 0.0), axis=2)
+            masses += tl.sum(u, axis=2)
         if SOFT:
-            t = tl.where(mask, t, float("-inf"))
-            bests = tl.maximum(bests, t)
-            tops = tl.where(higher, t, tl.where(z == peaks, tl.maximum(tops, t), tops))
-        e = tl.exp(tl.where(higher, peaks - z, z - peaks))  # one exp rescales the sum or is the new term
-        sums = tl.where(higher, sums * e + 1.0, sums + e)
-        peaks = tl.where(higher, z, peaks)
-    peak = tl.max(peaks, axis=1)
-    total = tl.sum(sums * tl.exp(peaks - peak[:, None]), axis=1)
+            t = grouped(tl.where(mask, t, float("-inf")), GROUP)
+            bests = tl.maximum(bests, tl.max(t, axis=2))
+            top = tl.max(tl.where(z == peaks[:, :, None], t, float("-inf")), axis=2)
+            tops = tl.where(peaks > before, top, tl.maximum(tops, top))
+    peak, total = finish(peaks, sums)
     log_total = tl.log(total)
     # Never lse - z: that keeps no digit of the logarithm where the maximum is large.
     if SOFT or SMOOTH:
@@ -236,7 +234,7 @@ def _cross_entropy_fwd_kernel(
     tl.store(stats_ptr + out_m * 4 + 3, (hit & (total == total)).to(COMPUTE), mask=mask_m)
 
 
-@triton.jit(do_not_specialize=["B", "ignore_index"])
+@triton.jit(do_not_specialize=["ignore_index"])
 def _cross_entropy_bwd_kernel(
     dloss_ptr, dlse_ptr, x_ptr, t_ptr, w_ptr, stats_ptr, dx_ptr, dt_ptr, B, M, N,
     dloss_strides, dlse_strides, x_strides, t_strides, dx_strides, dt_strides,
@@ -270,19 +268,20 @@ def _cross_entropy_bwd_kernel(
     reads = mask & live[:, None]  # an ignored row is not read: it is one of -inf with a g of 0, so its gradient is 0
     x = tl.load(at(x_ptr, x_strides, a, b, offs_m, cols), mask=reads, other=float("-inf")).to(COMPUTE)
     z = _logits(x, scale, cap, reads)
-    dx = tl.exp((z - peak) - log_total) * g[:, None]
+    dx = exp((z - peak) - log_total) * g[:, None]
     if SOFT or SMOOTH:
         t, u = _load_soft(t_ptr, t_strides, w_ptr, a, b, offs_m, cols, reads, N, keep, uniform, SOFT, COMPUTE)
         dx -= u * dloss[:, None]
     if not SOFT:
         share = keep * dloss
+        valid = live & (label >= 0) & (label < N)
+        index = tl.where(valid, label, -1).to(tl.int32)  # compared in 32 bits
         if w_ptr is not None:
-            valid = live & (label >= 0) & (label < N)
-            share *= tl.load(w_ptr + tl.where(valid, label, 0), mask=valid, other=0.0).to(COMPUTE)
-        dx -= tl.where(cols[None, :] == label[:, None], share[:, None], 0.0)
+            share *= tl.load(w_ptr + index, mask=valid, other=0.0).to(COMPUTE)
+        dx -= tl.where(cols[None, :] == index[:, None], share[:, None], 0.0)
     dx *= scale
     if cap is not None:
-        e = tl.exp(-2.0 * tl.abs(x * scale / cap))
+        e = exp(-2.0 * tl.abs(x * scale / cap))
         dx *= 4.0 * e / ((1.0 + e) * (1.0 + e))  # not 1 - tanh^2, of which little is left far out
     tl.store(at(dx_ptr, dx_strides, a, b, offs_m, cols), round_to(dx, dx_ptr.dtype.element_ty), mask=mask)
     if dt_ptr is not None:
@@ -323,7 +322,8 @@ def cross_entropy_fwd(
              scalar(keep, compute), scalar(uniform, compute), scalar(scale, compute),
              cap if cap is None else scalar(cap, compute)),
             SOFT=soft, SMOOTH=uniform != 0, SKIP=skip and not soft, PARTIAL=partial,
-            LOWEST=torch.finfo(compute).min, COMPUTE=triton_dtype(compute), **plan._asdict(),
+            LOWEST=_online.lowest(compute), COMPUTE=triton_dtype(compute),
+            GROUP=_online.neighbours(layout.strides[0][3], x.element_size(), plan.BLOCK_N), **plan._asdict(),
         )  # fmt: skip
     return loss, lse, stats
 
@@ -356,7 +356,7 @@ def cross_entropy_bwd(
         else:
             dt_strides = (0, 0, 0, 0)
         (dloss, dloss_strides), (dlse, dlse_strides) = next(given), next(given, absent)
-        plan = _losses.plan(layout, facts(x.device).max_warps)
+        plan = _losses.plan(layout, facts(x.device).max_warps, 8192, 32)
         launch(
             _cross_entropy_bwd_kernel,
             (layout.blocks(plan.BLOCK_M) * cdiv(layout.N, plan.BLOCK_N),),

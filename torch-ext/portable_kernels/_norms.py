@@ -1,7 +1,7 @@
 """What the norm families share: reading x + residual, and summing weight and bias gradients in a fixed order.
 
 The backward of a norm is persistent: each program walks row tiles and keeps its share of the weight and bias gradients
-in registers, one row of partial sums a program. Rows too wide for that get those from a kernel over columns.
+in registers, one row of partial sums a program. Rows too wide for that are read twice.
 """
 
 import functools
@@ -11,8 +11,10 @@ import torch
 
 from . import _checks
 from ._device import facts, launch
-from ._rows import at, compute_dtype, rows
+from ._rows import at, compute_dtype, rows, warps
 from ._triton import cdiv, next_power_of_2, round_to, scalar, tl, triton, triton_dtype
+
+_ANY = tl.constexpr("")  # no policy of what the cache gives up first
 
 
 def trailing(weight, bias=None):
@@ -65,28 +67,31 @@ def plan_backward(N, itemsize, device):
     """itemsize: bytes of an element of all operands that are read together."""
     BLOCK_N = next_power_of_2(N)
     if BLOCK_N > 16384:  # looped over: untuned
-        return BackwardPlan(1, 4096, False, 1, min(8, device.max_warps), 2)
-    # Of a copy, rms_norm / layer_norm, H200 bf16: 0.90 / 0.76 at N = 256, 0.94 / 0.87 at 1024, 0.93 / 0.89 at 4096,
-    # 0.95 / 0.91 at 8192, 0.63 / 0.45 at 16384. Up to 512 a warp has rows of its own: with 4 warps a row 0.36 / 0.20.
+        return BackwardPlan(1, 4096, False, 1, warps(8, device.max_warps), 2)
+    # Of a copy, rms_norm / layer_norm, H200 bf16: 0.87 / 0.65 at N = 128, 0.93 / 0.81 at 256, 0.94 / 0.87 at 1024,
+    # 0.93 / 0.89 at 4096, 0.95 / 0.91 at 8192, 0.88 / 0.55 at 16384. Up to 512 a warp has rows of its own: with 4 warps
+    # a row 0.36 / 0.20.
     if BLOCK_N <= 512:
-        # With a third operand half the rows: else what a warp works on does not fit its registers.
-        plan = BackwardPlan((2048 if itemsize <= 4 else 1024) // max(BLOCK_N, 128), BLOCK_N, True, 3, 1, 8)
+        plan = BackwardPlan(1024 // max(BLOCK_N, 128), BLOCK_N, True, 3, 1, 8)
     elif BLOCK_N <= 4096:
-        plan = BackwardPlan(4096 // BLOCK_N, BLOCK_N, True, 3, 4, 2)
+        plan = BackwardPlan(4096 // BLOCK_N, BLOCK_N, True, 3, warps(4, device.max_warps), 2)
     else:
-        plan = BackwardPlan(1, BLOCK_N, True, 4 if BLOCK_N <= 8192 else 1, 16, 1)
+        plan = BackwardPlan(1, BLOCK_N, True, 4 if BLOCK_N <= 8192 else 1, warps(16, device.max_warps), 1)
     # All stages but one wait in shared memory, beside a tile that changes its layout where dtypes differ.
     fits = ((plan.STAGES - 1) * itemsize + 4) * plan.BLOCK_M * BLOCK_N <= device.shared_memory
     return plan if fits else plan._replace(STAGES=1)
 
 
 @triton.jit
-def load_sum(x_ptr, x_strides, r_ptr, r_strides, s_ptr, a, b, offs_m, offs_n, mask, COMPUTE: tl.constexpr):
+def load_sum(
+    x_ptr, x_strides, r_ptr, r_strides, s_ptr, a, b, offs_m, offs_n, mask,
+    COMPUTE: tl.constexpr, EVICT: tl.constexpr = _ANY,
+):  # fmt: skip
     """The rows to normalise: x, or x + residual as rounded in the sum that is returned."""
-    x = tl.load(at(x_ptr, x_strides, a, b, offs_m, offs_n), mask=mask, other=0.0).to(COMPUTE)
+    x = tl.load(at(x_ptr, x_strides, a, b, offs_m, offs_n), mask=mask, other=0.0, eviction_policy=EVICT).to(COMPUTE)
     if r_ptr is not None:
-        x += tl.load(at(r_ptr, r_strides, a, b, offs_m, offs_n), mask=mask, other=0.0).to(COMPUTE)
-        x = round_to(x, s_ptr.dtype.element_ty).to(COMPUTE)
+        r = tl.load(at(r_ptr, r_strides, a, b, offs_m, offs_n), mask=mask, other=0.0, eviction_policy=EVICT)
+        x = round_to(x + r.to(COMPUTE), s_ptr.dtype.element_ty).to(COMPUTE)
     return x
 
 
@@ -109,10 +114,13 @@ def load_bias(b_ptr, offs_n, mask_n, COMPUTE: tl.constexpr):
 
 
 @triton.jit
-def load_pair(dy_ptr, dy_strides, x_ptr, x_strides, a, b, offs_m, offs_n, mask, COMPUTE: tl.constexpr):
-    dy = tl.load(at(dy_ptr, dy_strides, a, b, offs_m, offs_n), mask=mask, other=0.0).to(COMPUTE)
-    x = tl.load(at(x_ptr, x_strides, a, b, offs_m, offs_n), mask=mask, other=0.0).to(COMPUTE)
-    return dy, x
+def load_pair(
+    dy_ptr, dy_strides, x_ptr, x_strides, a, b, offs_m, offs_n, mask,
+    COMPUTE: tl.constexpr, EVICT: tl.constexpr = _ANY,
+):  # fmt: skip
+    dy = tl.load(at(dy_ptr, dy_strides, a, b, offs_m, offs_n), mask=mask, other=0.0, eviction_policy=EVICT)
+    x = tl.load(at(x_ptr, x_strides, a, b, offs_m, offs_n), mask=mask, other=0.0, eviction_policy=EVICT)
+    return dy.to(COMPUTE), x.to(COMPUTE)
 
 
 @triton.jit
@@ -139,12 +147,19 @@ def add_to(ptr, values, offs_n, mask_n):
     tl.debug_barrier()  # the next addition may come from another thread
 
 
-def backward(kernel, kernel_columns, dy, ds, x, ndim, weight, bias, saved, need_dw, need_db, *scalars):
+def backward(
+    layer, kernel, kernel_dots, kernel_columns, dy, ds, x, ndim, weight, bias, saved, need_dw, need_db, *scalars
+):
     """Gradients of x (or of x + residual, then with ds added), weight and bias. One not needed is empty.
 
+    Rows that fit in registers are read once, by `kernel`. Of wider ones `kernel_dots` keeps two sums, with which
+    `kernel_columns` takes tiles of a few rows in any order: so each program has columns of its own to sum over.
+
     Args:
+        layer: layer_norm, whose kernels take no scalars; else rms_norm.
         kernel: of (dy, x, weight, saved, ds, dx, dw, db, B, M, N, n_tiles, strides of dy, x and ds, *scalars).
-        kernel_columns: of (dy, x, saved, dw, db, B, M, N, n_tiles, strides of dy and x).
+        kernel_dots: of (dy, x, weight, saved, dots, B, M, N, strides of dy and x, *scalars).
+        kernel_columns: as `kernel`, with dots after saved.
         saved: the statistics that the forward kept of each row, in the dtype to compute in.
     """
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
@@ -154,34 +169,53 @@ def backward(kernel, kernel_columns, dy, ds, x, ndim, weight, bias, saved, need_
         ds = extra[0] if extra else None
         device = facts(x.device)
         itemsize = dy.element_size() + x.element_size() + (ds.element_size() if ds is not None else 0)
+        if _norms_sm90().takes(layer, layout.N, saved.dtype, device):
+            dw, db = _norms_sm90().backward(
+                layer, dy, x, ds, weight, saved, layout, dx, need_dw, need_db, device, *scalars
+            )
+            return dx, _summed(dw, weight, need_dw, x), _summed(db, bias, need_db, x)
         plan = plan_backward(layout.N, itemsize, device)
-        n_tiles = layout.blocks(plan.BLOCK_M)
-        programs = min(n_tiles, plan.programs * device.multiprocessors)
-        parts = programs if plan.ONE_PASS else min(cdiv(n_tiles, 64), 8)
+        sizes = layout.B, layout.M, layout.N
+        strides = layout.strides[0], layout.strides[1], layout.strides[-1]
+        scalars = [scalar(s, saved.dtype) for s in scalars]
+        compute = triton_dtype(saved.dtype)
+        weight_packed = packed(weight)
+        dots = ()
+        if plan.ONE_PASS:
+            n_tiles = layout.blocks(plan.BLOCK_M)
+            parts = min(n_tiles, plan.programs * device.multiprocessors)
+            grid = (parts,)
+        else:
+            plan = plan_columns(itemsize, device)
+            n_tiles, columns = layout.blocks(plan.BLOCK_M), cdiv(layout.N, plan.BLOCK_N)
+            parts = min(n_tiles, cdiv(plan.programs * device.multiprocessors, columns))
+            grid = (columns, parts)
+            kernel = kernel_columns
+            dots = (saved.new_empty((layout.A * layout.B * layout.M, 2)),)
+            args = (dy, x, weight_packed, saved, *dots, *sizes, *strides[:2], *scalars)
+            num_warps = warps(8, device.max_warps)
+            launch(kernel_dots, (len(dots[0]),), x.device, args, COMPUTE=compute, BLOCK_N=4096, num_warps=num_warps)
         dw = saved.new_empty((parts, layout.N)) if need_dw else None
         db = saved.new_empty((parts, layout.N)) if need_db else None
-        fused = plan.ONE_PASS
-        compute = triton_dtype(saved.dtype)
         launch(
-            kernel,
-            (programs,),
-            x.device,
-            (dy, x, packed(weight), saved, ds, dx, dw if fused else None, db if fused else None,
-             layout.B, layout.M, layout.N, n_tiles, layout.strides[0], layout.strides[1], layout.strides[-1],
-             *(scalar(s, saved.dtype) for s in scalars)),
-            COMPUTE=compute, BLOCK_M=plan.BLOCK_M, BLOCK_N=plan.BLOCK_N, ONE_PASS=fused, STAGES=plan.STAGES,
-            num_warps=plan.num_warps,
+            kernel, grid, x.device,
+            (dy, x, weight_packed, saved, *dots, ds, dx, dw, db, *sizes, n_tiles, *strides, *scalars),
+            COMPUTE=compute, BLOCK_M=plan.BLOCK_M, BLOCK_N=plan.BLOCK_N, STAGES=plan.STAGES, num_warps=plan.num_warps,
         )  # fmt: skip
-        if not fused and (need_dw or need_db):
-            n_tiles = layout.blocks(16)
-            launch(
-                kernel_columns,
-                (cdiv(layout.N, 256), parts),
-                x.device,
-                (dy, x, saved, dw, db, layout.B, layout.M, layout.N, n_tiles, layout.strides[0], layout.strides[1]),
-                COMPUTE=compute, BLOCK_M=16, BLOCK_N=256, num_warps=4,
-            )  # fmt: skip
     return dx, _summed(dw, weight, need_dw, x), _summed(db, bias, need_db, x)
+
+
+def _norms_sm90():
+    from . import _norms_sm90  # which imports this file
+
+    return _norms_sm90
+
+
+def plan_columns(itemsize, device):
+    """rms_norm / layer_norm: 0.58 / 0.54 of a copy of what is read or written, at N = 32768 to 131072, H200 bf16."""
+    plan = BackwardPlan(2, 1024, False, 4, warps(4, device.max_warps), 4)
+    fits = ((plan.STAGES - 1) * itemsize + 4) * plan.BLOCK_M * plan.BLOCK_N * plan.programs <= device.shared_memory
+    return plan if fits else plan._replace(STAGES=2)
 
 
 def _summed(parts, param, needed, x):

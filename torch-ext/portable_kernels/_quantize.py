@@ -74,7 +74,7 @@ def _quantize_fp8_fwd_kernel_squares(
     store_fp8(q_ptr + ((a * M + offs_m) * N)[:, None] + offs_n[None, :], q, mask, MANTISSA, FNUZ)
 
 
-@triton.jit(do_not_specialize=["B", "M", "n_tiles"])
+@triton.jit(do_not_specialize=["M", "n_tiles"])
 def _quantize_fp8_fwd_kernel_tensor(
     x_ptr, q_ptr, part_ptr, scale_ptr, B, M, N, tiles_n, n_tiles, n_parts, x_strides, fmax,
     MANTISSA: tl.constexpr, FNUZ: tl.constexpr, COMPUTE: tl.constexpr,

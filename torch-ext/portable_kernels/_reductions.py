@@ -1,9 +1,9 @@
 """Kernels of reductions.py: how they walk x, the states of their lanes, and how splits of a row come together.
 
-A kernel walks BLOCK_M rows in steps of BLOCK_R * BLOCK_N lanes and keeps one running state a lane: a sum, the best so
-far, mean and squared deviations (Welford 1962; Chan, Golub and LeVeque 1979), or maximum and scaled sum (Milakov and
-Gimelshein 2018). Lanes merge at the end, in a fixed order. Where there are too few rows to fill the device, several
-programs share a row, and a second kernel merges their states.
+A kernel walks BLOCK_M rows in steps of BLOCK_R * BLOCK_N lanes and keeps one running state for each GROUP neighbouring
+lanes, which a thread loads at once: a sum, the best so far, mean and squared deviations (Chan, Golub and LeVeque
+1979), or maximum and scaled sum (Milakov and Gimelshein 2018). States merge at the end, in a fixed order. Where there
+are too few rows to fill the device, several programs share a row, and a second kernel merges their states.
 """
 
 import functools
@@ -12,8 +12,10 @@ from typing import NamedTuple
 import torch
 
 from ._device import facts, launch
-from ._rows import collapse, compute_dtype, row_index
-from ._triton import cdiv, next_power_of_2, round_to, scalar, tl, triton, triton_dtype
+from ._moments import take_moments, within
+from ._online import grouped, neighbours
+from ._rows import collapse, compute_dtype, row_index, warps
+from ._triton import cdiv, exp, next_power_of_2, round_to, scalar, tl, triton, triton_dtype
 
 _INF = float("inf")
 
@@ -107,17 +109,44 @@ class Plan(NamedTuple):
 
 
 @functools.lru_cache(4096)
-def plan_tiles(layout, multiprocessors):
-    """(tiles, steps of a row, steps of a split, splits). All sizes are untuned."""
-    _, _, M, R, N, strides = layout
-    _, _, stride_m, _, stride_n = strides[0]
-    width = next_power_of_2(R) * next_power_of_2(N)
+def plan_tiles(layout, multiprocessors, max_warps):
+    """(tiles, steps of a row, steps of a split, splits), for scans and gradients. All sizes are untuned."""
     lanes = 4096  # 32 elements a thread: up to eight loads of 16 bytes in flight
-    if M > 1 and 0 < stride_m < stride_n:  # dense across the rows: read in lines of BLOCK_M
-        BLOCK_M = min(next_power_of_2(M), max(128, 4096 // width), 1024)
+    if _across(layout):
+        return _tiles(layout, multiprocessors, 128, lanes, warps(4, max_warps))
+    return _tiles(layout, multiprocessors, 2048, lanes, warps(4, max_warps))
+
+
+@functools.lru_cache(4096)
+def plan_reduction(layout, multiprocessors, max_warps, combine):
+    """As `plan_tiles`. Shares of a copy, of which a read takes part: H200 bf16."""
+    if _across(layout):  # sums of columns 0.81 at 32768 x 4096, 0.83 at 8388608 x 16
+        return _tiles(layout, multiprocessors, 64, 2048 if layout.M > 32 else 8192, warps(4, max_warps))
+    if layout.N > 2**17 and combine == "sum":  # 0.85 at 16 x 8388608
+        return _tiles(layout, multiprocessors, 1, 16384, warps(8, max_warps))
+    if layout.N > 8192:  # argmax 0.82, logsumexp 0.86 at 128256
+        return _tiles(layout, multiprocessors, 1, 8192, warps(8, max_warps))
+    if combine == "sum":  # 0.89 at 4096
+        return _tiles(layout, multiprocessors, 2048, 4096, warps(4, max_warps))
+    # A warp has rows of its own: at 4096 amax 0.80, argmax 0.77, var 0.69, logsumexp 0.84; 4 warps a row 0.65 to 0.48.
+    return _tiles(layout, multiprocessors, 1024, 1024, 1)
+
+
+def _across(layout):
+    """Whether x is dense across the rows, and read in lines of BLOCK_M."""
+    _, _, stride_m, _, stride_n = layout.strides[0]
+    return layout.M > 1 and 0 < stride_m < stride_n
+
+
+def _tiles(layout, multiprocessors, rows, lanes, num_warps):
+    """rows: how many at least where x is dense across them, else how many elements of them at most."""
+    M, R, N = layout.M, layout.R, layout.N
+    width = next_power_of_2(R) * next_power_of_2(N)
+    if _across(layout):
+        BLOCK_M = min(next_power_of_2(M), max(rows, lanes // width), 1024)
         lanes //= BLOCK_M
     else:
-        BLOCK_M = min(next_power_of_2(M), max(2048 // width, 1), 512)
+        BLOCK_M = min(next_power_of_2(M), max(rows // width, 1), 512)
     BLOCK_N = min(next_power_of_2(N), lanes)
     BLOCK_R = min(next_power_of_2(R), lanes // BLOCK_N) if BLOCK_N >= N else 1
     steps = cdiv(R, BLOCK_R) * cdiv(N, BLOCK_N)
@@ -126,7 +155,7 @@ def plan_tiles(layout, multiprocessors):
     if 2 * blocks <= multiprocessors or steps >= 32:  # up to eight programs a multiprocessor, of two steps or more each
         splits = max(1, min(8 * multiprocessors // blocks, steps // 2, 1024))
     split_steps = cdiv(steps, splits)
-    return Plan(BLOCK_M, BLOCK_R, BLOCK_N, 4), steps, split_steps, cdiv(steps, split_steps)
+    return Plan(BLOCK_M, BLOCK_R, BLOCK_N, num_warps), steps, split_steps, cdiv(steps, split_steps)
 
 
 @triton.jit
@@ -165,35 +194,89 @@ def _term(x, p, MAP: tl.constexpr):
 
 
 @triton.jit
-def _accumulate(s0, s1, x, mask, shift, step, seen, COMBINE: tl.constexpr, TIES: tl.constexpr, COMPUTE: tl.constexpr):
-    """The states of lanes after one more element each. seen: of elements, with this one."""
-    if COMBINE == "sum":
-        s0 += x
-    elif COMBINE == "moments":
-        delta = tl.where(mask, (x - shift) - s0, 0.0)
-        change = delta * (tl.full((), 1.0, COMPUTE) / seen)
-        s0 += change
-        s1 += delta * (delta - change)
-    elif COMBINE == "logsumexp":
-        higher = x > s0
-        d = tl.where(higher, s0 - x, x - s0)
-        e = tl.exp(tl.where(x == s0, 0.0, d))  # not inf - inf
-        s1 = tl.where(higher, s1 * e + 1.0, s1 + e)
-        s0 = tl.where(higher, x, s0)
+def _pairs(x):
+    """The first and the second of neighbours in the last dimension of two."""
+    return tl.split(tl.reshape(x, (x.shape[0], x.shape[1] // 2, 2)))
+
+
+@triton.jit
+def _better(x, s0, COMBINE: tl.constexpr, COMPUTE: tl.constexpr):
+    """Whether x replaces s0, which came before it. NaN stays: nothing compares better than it."""
+    if COMBINE == "min" or COMBINE == "argmin":
+        better = x < s0
     else:
-        if COMBINE == "min" or COMBINE == "argmin":
-            better = x < s0
-        else:
-            better = x > s0
-        if COMPUTE != tl.int64:
-            better = better | (x != x)  # NaN stays: nothing compares better than it
-        if COMBINE == "argmax" or COMBINE == "argmin":
-            s1 = tl.where(better & (s0 == s0), step, s1)
-        elif TIES:
-            one = tl.full((1, 1), 1, COMPUTE)  # integers count ties too
-            s1 = tl.where(better, one, s1 + tl.where(mask & (x == s0), one, one - one))
-        s0 = tl.where(better, x, s0)
-    return s0, s1
+        better = x > s0
+    return better if COMPUTE == tl.int64 else better | ((x != x) & (s0 == s0))
+
+
+@triton.jit
+def _best(x, COMBINE: tl.constexpr, GROUP: tl.constexpr):
+    """(BLOCK_M, lanes) to the best of each GROUP neighbours; a NaN is."""
+    LEVELS: tl.constexpr = 3 if GROUP == 8 else 2 if GROUP == 4 else GROUP - 1
+    for _ in tl.static_range(LEVELS):
+        first, second = _pairs(x)
+        x = _extreme(first, second, COMBINE)
+    return x
+
+
+@triton.jit
+def _extreme(x, y, COMBINE: tl.constexpr):
+    if COMBINE == "min":
+        return tl.minimum(x, y, propagate_nan=tl.PropagateNan.ALL)
+    else:
+        return tl.maximum(x, y, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def _best_index(x, COMBINE: tl.constexpr, GROUP: tl.constexpr, COMPUTE: tl.constexpr):
+    """(the best of each GROUP neighbours, the first place among them where it is)."""
+    LEVELS: tl.constexpr = 3 if GROUP == 8 else 2 if GROUP == 4 else GROUP - 1
+    place = tl.zeros(x.shape, tl.int32)
+    for level in tl.static_range(LEVELS):
+        first, second = _pairs(x)
+        place_1, place_2 = _pairs(place)
+        better = _better(second, first, COMBINE, COMPUTE)
+        x = tl.where(better, second, first)
+        place = tl.where(better, place_2 + (1 << level), place_1)
+    return x, place
+
+
+@triton.jit
+def _safe(top):
+    """What exponents are taken relative to: inf - inf would be NaN."""
+    return tl.where(top == float("inf"), 0.0, top)
+
+
+@triton.jit
+def _accumulate(
+    s0, s1, seen, more, x, mask, shift, step,
+    COMBINE: tl.constexpr, TIES: tl.constexpr, GROUP: tl.constexpr, COMPUTE: tl.constexpr,
+):  # fmt: skip
+    """The states after GROUP elements each of x (BLOCK_M, lanes) besides, of which `more` are within the row, and with
+    those how many each has seen."""
+    if COMBINE == "sum":
+        s0 += x if GROUP == 1 else tl.sum(grouped(x, GROUP), axis=2)
+    elif COMBINE == "moments":
+        s0, s1, seen = take_moments(tl.where(mask, x - shift, 0.0), mask, more, s0, s1, seen)
+    elif COMBINE == "logsumexp":
+        x = grouped(x, GROUP)
+        top = tl.maximum(s0, tl.max(x, axis=2))
+        base = _safe(top)
+        s1 = s1 * exp(s0 - base) + tl.sum(exp(x - base[:, :, None]), axis=2)
+        s0 = top
+    elif COMBINE == "argmax" or COMBINE == "argmin":
+        best, place = _best_index(x, COMBINE, GROUP, COMPUTE)
+        better = _better(best, s0, COMBINE, COMPUTE)
+        s1 = tl.where(better, step * GROUP + place, s1)
+        s0 = tl.where(better, best, s0)
+    else:
+        before = s0
+        s0 = _extreme(s0, _best(x, COMBINE, GROUP), COMBINE)
+        if TIES:
+            zero = tl.full((1, 1), 0, COMPUTE)  # integers count ties too
+            equal = grouped(mask, GROUP) & (grouped(x, GROUP) == s0[:, :, None])
+            s1 = tl.where(s0 == before, s1, zero) + tl.sum(equal.to(COMPUTE), axis=2)
+    return s0, s1, seen
 
 
 @triton.jit
@@ -209,8 +292,7 @@ def _merge(s0, s1, n, COMBINE: tl.constexpr, TIES: tl.constexpr, NEUTRAL: tl.con
         return r0, tl.sum(tl.where(n > 0, s1 + n * d * d, 0.0), axis=1), total
     elif COMBINE == "logsumexp":
         r0 = tl.max(s0, axis=1)
-        d = tl.where(s0 == r0[:, None], 0.0, s0 - r0[:, None])
-        return r0, tl.sum(s1 * tl.exp(d), axis=1), r0
+        return r0, tl.sum(s1 * exp(s0 - _safe(r0)[:, None]), axis=1), r0
     else:  # tl.max and tl.min may drop a NaN: that there is one is asked beside them
         nan = s0 != s0
         any_nan = tl.max(nan.to(tl.int32), axis=1) > 0
@@ -268,26 +350,28 @@ def _finish(
             tl.store(stats_ptr + out * STATS, y, mask=mask_m)
 
 
-@triton.jit(do_not_specialize=["B", "R", "rows", "steps", "split_steps"])
+@triton.jit(do_not_specialize=["R", "rows", "steps", "split_steps"])
 def _reduction_fwd_kernel(
     x_ptr, y_ptr, stats_ptr, s0_ptr, s1_ptr, n_ptr, B, M, R, N, rows, steps, split_steps, x_strides, y_strides, param,
     COMBINE: tl.constexpr, FINISH: tl.constexpr, STATS: tl.constexpr, TIES: tl.constexpr, NEUTRAL: tl.constexpr,
-    COMPUTE: tl.constexpr, MAP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr,
+    COMPUTE: tl.constexpr, MAP: tl.constexpr, GROUP: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Results of BLOCK_M rows; or, where s0_ptr is given, the merged states of one split of their steps."""
     a, b, offs_m = row_index(tl.program_id(0), B, M, BLOCK_M)
     mask_m = offs_m < M
-    LANES: tl.constexpr = BLOCK_R * BLOCK_N
+    STATES: tl.constexpr = BLOCK_R * BLOCK_N // GROUP
     first = tl.program_id(1) * split_steps
     shift = tl.zeros((BLOCK_M,), COMPUTE)
-    seen = tl.zeros((LANES,), COMPUTE)
-    s0 = tl.full((BLOCK_M, LANES), NEUTRAL, COMPUTE)
-    s1 = tl.zeros((BLOCK_M, LANES), COMPUTE)
+    seen = tl.zeros((1, STATES), COMPUTE)
+    more = seen
+    s0 = tl.full((BLOCK_M, STATES), NEUTRAL, COMPUTE)
+    s1 = tl.zeros((BLOCK_M, STATES), COMPUTE)
     if COMBINE == "moments":  # an element of the row, the same for every split: what it is far from has a large spread
         shift_ptr = x_ptr + a * x_strides[0] + b * x_strides[1] + offs_m * x_strides[2]
         shift = tl.load(shift_ptr, mask=mask_m, other=0.0).to(COMPUTE)
     elif COMBINE == "argmax" or COMBINE == "argmin":
-        s1 = tl.zeros((BLOCK_M, LANES), tl.int32) + first
+        s1 = tl.zeros((BLOCK_M, STATES), tl.int32) + first * GROUP
     for step in range(first, tl.minimum(first + split_steps, steps)):
         offs_r, offs_n, mask_k = _lanes(step, R, N, BLOCK_R, BLOCK_N)
         mask = mask_m[:, None] & mask_k[None, :]
@@ -298,12 +382,16 @@ def _reduction_fwd_kernel(
             x = tl.where(mask, x, float("-inf"))
         elif NEUTRAL != 0 or MAP == "power":
             x = tl.where(mask, x, tl.full((1, 1), NEUTRAL, COMPUTE))
-        s0, s1 = _accumulate(s0, s1, x, mask, shift[:, None], step, step - first + 1, COMBINE, TIES, COMPUTE)
         if COMBINE == "moments":
-            seen += mask_k.to(COMPUTE)
+            if BLOCK_R == 1:
+                more = within(N, tl.cast(step // R, tl.int64) * BLOCK_N, BLOCK_N, GROUP).to(COMPUTE)
+            else:
+                more = mask_k.to(COMPUTE)[None, :]
+        s0, s1, seen = _accumulate(s0, s1, seen, more, x, mask, shift[:, None], step, COMBINE, TIES, GROUP, COMPUTE)
     if COMBINE == "argmax" or COMBINE == "argmin":  # one dimension is reduced: R = 1
-        s1 = s1.to(tl.int64) * BLOCK_N + tl.arange(0, LANES)[None, :]
-    r0, r1, n = _merge(s0, s1, seen[None, :], COMBINE, TIES, NEUTRAL, COMPUTE)
+        state = tl.arange(0, STATES)[None, :] * GROUP
+        s1 = (s1 // GROUP).to(tl.int64) * BLOCK_N + (s1 % GROUP + state)
+    r0, r1, n = _merge(s0, s1, seen, COMBINE, TIES, NEUTRAL, COMPUTE)
     if s0_ptr is None:
         out = a * y_strides[0] + b * y_strides[1] + offs_m * y_strides[2]
         count = (tl.full((), 0.0, COMPUTE) + R) * N
@@ -317,7 +405,7 @@ def _reduction_fwd_kernel(
             tl.store(n_ptr + part, tl.zeros((BLOCK_M,), COMPUTE) + n, mask=mask_m)
 
 
-@triton.jit(do_not_specialize=["B", "R", "rows", "splits"])
+@triton.jit(do_not_specialize=["R", "rows", "splits"])
 def _reduction_fwd_kernel_splits(
     x_ptr, y_ptr, stats_ptr, s0_ptr, s1_ptr, n_ptr, B, M, R, N, rows, splits, x_strides, y_strides, param,
     COMBINE: tl.constexpr, FINISH: tl.constexpr, STATS: tl.constexpr, TIES: tl.constexpr, NEUTRAL: tl.constexpr,
@@ -346,7 +434,7 @@ def _reduction_fwd_kernel_splits(
     _finish(r0, r1, shift, count, y_ptr, stats_ptr, out, mask_m, param, COMBINE, FINISH, STATS, COMPUTE)
 
 
-@triton.jit(do_not_specialize=["B", "R", "steps"])
+@triton.jit(do_not_specialize=["R", "steps"])
 def _reduction_bwd_kernel(
     x_ptr, dx_ptr, dy_ptr, stats_ptr, B, M, R, N, steps, x_strides, dx_strides, dy_strides, y_strides, param, factor,
     KIND: tl.constexpr, STATS: tl.constexpr, COMPUTE: tl.constexpr,
@@ -372,7 +460,7 @@ def _reduction_bwd_kernel(
     elif KIND == "norm_inf" or KIND == "norm_-inf":
         dx = tl.where(tl.abs(x) == s0, sign * (g / s1), 0.0)
     elif KIND == "logsumexp":
-        dx = g * tl.exp((x - s0) - s1)
+        dx = g * exp((x - s0) - s1)
     elif KIND == "var" or KIND == "std":
         g = g * tl.full((), factor, COMPUTE)
         if KIND == "std":
@@ -390,7 +478,7 @@ def _reduction_bwd_kernel(
     tl.store(_at(dx_ptr, dx_strides, a, b, offs_m, offs_r, offs_n), round_to(dx, dx_ptr.dtype.element_ty), mask=mask)
 
 
-@triton.jit(do_not_specialize=["B", "rows", "steps", "split_steps"])
+@triton.jit(do_not_specialize=["rows", "steps", "split_steps"])
 def _cumsum_fwd_kernel(
     x_ptr, y_ptr, sums_ptr, B, M, N, rows, steps, split_steps, x_strides, y_strides,
     REVERSE: tl.constexpr, COMPUTE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_S: tl.constexpr,
@@ -441,10 +529,16 @@ def _bytes(t):
     return t.view(torch.uint8) if t is not None and t.dtype == torch.bool else t
 
 
-def _reduce_layout(x, y, stats, layout, kind, param, compute):
+def _group(layout, plan, x):
+    return neighbours(layout.strides[0][4], max(x.element_size(), 2), plan.BLOCK_N) if plan.BLOCK_R == 1 else 1
+
+
+def _reduce_layout(x, y, stats, layout, kind, param, compute, planned=None):
     """Launch over a layout: into y and stats, or, with y None, into the states of splits, which are returned."""
     kind, device = KINDS[kind], x.device
-    plan, steps, split_steps, splits = plan_tiles(layout, facts(device).multiprocessors)
+    if planned is None:
+        planned = plan_reduction(layout, facts(device).multiprocessors, facts(device).max_warps, kind.COMBINE)
+    plan, steps, split_steps, splits = planned
     ties = stats is not None and kind.COMBINE in ("max", "min")
     s0 = s1 = n = None
     if splits > 1:
@@ -464,7 +558,7 @@ def _reduce_layout(x, y, stats, layout, kind, param, compute):
     grid = layout.blocks(plan.BLOCK_M), splits
     launch(
         _reduction_fwd_kernel, grid, device, (*args, steps, split_steps, *rest),
-        **options, MAP=kind.MAP, **plan._asdict(),
+        **options, MAP=kind.MAP, GROUP=_group(layout, plan, x), **plan._asdict(),
     )  # fmt: skip
     if y is not None and splits > 1:
         BLOCK_S = next_power_of_2(splits)
@@ -497,7 +591,7 @@ def reduce_backward(dy, x, stats, dims, dx, kind, param, factor):
         dx.permute(order).copy_(dx_moved.view([x.shape[d] for d in order]))
         return
     compute = compute_dtype(dy, x, stats)
-    plan, steps, _, _ = plan_tiles(layout, facts(x.device).multiprocessors)
+    plan, steps, _, _ = plan_tiles(layout, facts(x.device).multiprocessors, facts(x.device).max_warps)
     launch(
         _reduction_bwd_kernel,
         (layout.blocks(plan.BLOCK_M) * steps,),
@@ -515,12 +609,14 @@ def scan(x, dim, y, reverse, compute):
     if layout is None:
         x = x.contiguous()
         layout = layout_of(x.shape, dims, x.stride(), y.stride())
-    plan, steps, split_steps, splits = plan_tiles(layout, facts(x.device).multiprocessors)
+    plan, steps, split_steps, splits = planned = plan_tiles(
+        layout, facts(x.device).multiprocessors, facts(x.device).max_warps
+    )
     sums = None
     if 2 * layout.blocks(plan.BLOCK_M) > facts(x.device).multiprocessors:
         split_steps, splits = steps, 1  # splits read x twice
     if splits > 1:
-        sums = _reduce_layout(x, None, None, layout, "sum", 0.0, compute)
+        sums = _reduce_layout(x, None, None, layout, "sum", 0.0, compute, planned)
     launch(
         _cumsum_fwd_kernel,
         (layout.blocks(plan.BLOCK_M), splits),

@@ -20,7 +20,7 @@ def _normed(
     return y * load_scale(w_ptr, offset, offs_n, mask_n, COMPUTE) + load_bias(b_ptr, offs_n, mask_n, COMPUTE)
 
 
-@triton.jit(do_not_specialize=["B", "M"])
+@triton.jit(do_not_specialize=["M"])
 def _rms_norm_quantize_fwd_kernel(
     x_ptr, w_ptr, b_ptr, q_ptr, scale_ptr, B, M, N, x_strides, eps, offset, fmax,
     BEFORE_WEIGHT: tl.constexpr, MANTISSA: tl.constexpr, FNUZ: tl.constexpr, COMPUTE: tl.constexpr,

@@ -78,21 +78,31 @@ class Plan(NamedTuple):
     num_warps: int
 
 
+def warps(n, max_warps):
+    """As many threads as n warps of 32, which plans are measured in: at most 1024, 16 warps of AMD's data center GPUs.
+
+    So a thread holds as much on every device. That it is as good there is reasoned, not measured.
+    """
+    return max(1, n * max_warps // 32)
+
+
 @functools.lru_cache(4096)
 def plan_forward(N, max_warps):
-    """Tiles for a kernel that reads a row, reduces it and writes a row."""
+    """Tiles for a kernel that reads a row, reduces it and writes a row. Shares of a copy: H200 bf16 rms_norm."""
     BLOCK_N = next_power_of_2(N)
-    if BLOCK_N <= 1024:  # packed rows, 2048 elements a program: 0.98 of a copy at N = 256 and 1024, H200 bf16 rms_norm
-        return Plan(2048 // max(BLOCK_N, 32), BLOCK_N, True, 4)
-    if BLOCK_N <= 32768:  # one row in registers: 0.96 at 4096 and 8192, 0.95 at 16384, 0.84 at 32768 (looped 0.72)
-        return Plan(1, BLOCK_N, True, min(max(4, BLOCK_N // 1024), 16, max_warps))
-    return Plan(1, 8192, False, min(16, max_warps))  # wider rows are looped over: 0.63 at 131072
+    if BLOCK_N <= 1024:  # packed rows, 2048 elements a program: 0.98 at N = 128, 256 and 1024
+        return Plan(2048 // max(BLOCK_N, 32), BLOCK_N, True, warps(4, max_warps))
+    if BLOCK_N <= 32768:  # one row in registers: 0.96 at 4096 and 8192, 0.94 at 16384, 0.84 at 32768
+        return Plan(1, BLOCK_N, True, warps(min(max(4, BLOCK_N // 1024), 16), max_warps))
+    return Plan(1, 8192, False, warps(16, max_warps))  # wider rows are looped over: 0.63 at 131072
 
 
-def plan_any_dim(layout, itemsize, max_warps):
-    """Tiles for rows read and written in place, whichever way they lie. itemsize: of the widest operand."""
+def plan_any_dim(layout, itemsize, max_warps, plan=plan_forward):
+    """Tiles for rows read and written in place, whichever way they lie; by `plan` where they lie along N.
+
+    itemsize: of the widest operand."""
     if not any(0 < stride_m < stride_n for _, _, stride_m, stride_n in layout.strides):
-        return plan_forward(layout.N, max_warps)
+        return plan(layout.N, max_warps)
     # Some operand is dense across the rows: a tile spans at least 32 rows, so that it is read and written in whole
     # sectors of memory both along rows and across them. 32 KiB: where one operand lies along rows and another across
     # them, the tile is turned in shared memory, of which the smallest devices have 64 KiB. Sizes: untuned.
@@ -107,6 +117,8 @@ def plan_any_dim(layout, itemsize, max_warps):
 @triton.jit
 def row_index(tile, B, M, BLOCK_M: tl.constexpr):
     """(a, b, offs_m) of a tile of BLOCK_M rows, in int64: rows times strides may pass 2^31."""
+    if isinstance(B, tl.constexpr):  # Triton passes a 1 so. A is 1 where B is: no need of four divisions
+        return 0, 0, tl.cast(tile, tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     tiles_m = (M - 1) // BLOCK_M + 1  # tl.cdiv(M, BLOCK_M) overflows just below 2^31, as would the offsets in int32
     outer = tile // tiles_m
     offs_m = tl.cast(tile % tiles_m, tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)

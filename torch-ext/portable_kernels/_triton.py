@@ -63,6 +63,15 @@ def round_to(x, dtype: tl.constexpr):
     return x.to(dtype)
 
 
+@triton.jit
+def exp(x):
+    """exp(x). In float32 what is below 2^-126 may be 0: two instructions on NVIDIA, where tl.exp takes five."""
+    if x.dtype == tl.float32:
+        return tl.exp2(x * 1.4426950408889634)
+    else:
+        return tl.exp(x)
+
+
 def triton_dtype(dtype):
     """Triton's name for a torch dtype."""
     return getattr(tl, str(dtype)[len("torch.") :])

@@ -36,7 +36,7 @@ def _bwd_reference(dy, x, activation, a, b):
     return gradient(activation, dy.to(compute), x.to(compute), a, b).to(x.dtype)
 
 
-@triton.jit(do_not_specialize=["B", "M", "tiles_n"])
+@triton.jit(do_not_specialize=["M", "tiles_n"])
 def _activation_fwd_kernel(
     y_ptr, x_ptr, B, M, N, tiles_n, y_strides, x_strides, a, b,
     ACTIVATION: tl.constexpr, PRECISE: tl.constexpr, COMPUTE: tl.constexpr,
@@ -48,7 +48,7 @@ def _activation_fwd_kernel(
     tl.store(at(y_ptr, y_strides, outer_a, outer_b, offs_m, offs_n), y, mask=mask)
 
 
-@triton.jit(do_not_specialize=["B", "M", "tiles_n"])
+@triton.jit(do_not_specialize=["M", "tiles_n"])
 def _activation_bwd_kernel(
     dx_ptr, dy_ptr, x_ptr, B, M, N, tiles_n, dx_strides, dy_strides, x_strides, a, b,
     ACTIVATION: tl.constexpr, PRECISE: tl.constexpr, COMPUTE: tl.constexpr,

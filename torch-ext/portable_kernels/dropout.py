@@ -17,11 +17,11 @@ from . import _checks
 from ._device import launch
 from ._dispatch import differentiable
 from ._ops import add_op_namespace_prefix
-from ._philox import WORD, philox
-from ._pointwise import plan, tile_index
+from ._philox import WORD, draw, philox
+from ._pointwise import grid_and_tiles, plan, tile_index
 from ._replay import replayed
 from ._rows import Rows, at, collapse, compute_dtype
-from ._triton import cdiv, round_to, scalar, tl, triton, triton_dtype
+from ._triton import round_to, scalar, tl, triton, triton_dtype
 
 SECOND_ORDER = "reference"
 
@@ -48,8 +48,8 @@ def _kept(shape, seed, p):
 
 def _words(size, seed):
     """The first words of Philox."""
-    draw = torch.arange(-(-size // 4), device=seed.device)
-    return philox(draw & WORD, draw >> 32, 0, 0, seed).flatten()[:size]
+    counter = torch.arange(-(-size // 4), device=seed.device)
+    return philox(counter & WORD, counter >> 32, 0, 0, seed).flatten()[:size]
 
 
 def _threshold(p):
@@ -78,29 +78,49 @@ def _layout(shape, *strides):
     return rows, all(step % 4 == 0 for step in rows.strides[0][:3])
 
 
-@triton.jit(do_not_specialize=["B", "M", "tiles_n", "threshold"])
+@triton.jit
+def _draws(seed, low, high, PAIRS: tl.constexpr):
+    """The words of each draw along new last dimensions. PAIRS: low is even, and its successor is drawn as well.
+
+    A thread then holds the words of the eight neighbours that it loads at once, of 16 bits each: none changes hands.
+    """
+    w0, w1, w2, w3 = draw(seed, low, high)
+    if PAIRS:
+        v0, v1, v2, v3 = draw(seed, low + 1, high)
+        return tl.join(tl.join(tl.join(w0, v0), tl.join(w2, v2)), tl.join(tl.join(w1, v1), tl.join(w3, v3)))
+    else:
+        return tl.join(tl.join(w0, w2), tl.join(w1, w3))
+
+
+@triton.jit(do_not_specialize=["M", "tiles_n", "threshold"])
 def _dropout_fwd_kernel(
     y_ptr, x_ptr, r_ptr, seed_ptr, B, M, N, tiles_n, index_strides, y_strides, x_strides, r_strides, threshold, scale,
-    FOURS: tl.constexpr, COMPUTE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    FOURS: tl.constexpr, PAIRS: tl.constexpr, COMPUTE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     a, b, offs_m, offs_n, mask = tile_index(B, M, N, tiles_n, BLOCK_M, BLOCK_N)
     x = tl.load(at(x_ptr, x_strides, a, b, offs_m, offs_n), mask=mask, other=0.0).to(COMPUTE)
     seed = tl.load(seed_ptr)
-    row = a * index_strides[0] + b * index_strides[1] + offs_m * index_strides[2]
     if FOURS:
-        first = tl.cast(tl.program_id(0) % tiles_n, tl.int64) * (BLOCK_N // 4)
-        draw = (row >> 2)[:, None] + (first + tl.arange(0, BLOCK_N // 4))[None, :]
+        tile_n = tl.program_id(0) if tiles_n is None else tl.program_id(0) % tiles_n
+        first = tl.cast(tile_n, tl.int64) * (BLOCK_N // 4)
+        step: tl.constexpr = 2 if PAIRS else 1
+        offs = tl.arange(0, BLOCK_N // 4 // step) * step
+        if tiles_n is None:  # a tile begins at a multiple of its size, so that its draws share their high word
+            words = _draws(
+                seed, (first.to(tl.uint32) + offs.to(tl.uint32))[None, :], (first >> 32).to(tl.uint32), PAIRS
+            )
+        else:
+            row = a * index_strides[0] + b * index_strides[1] + offs_m * index_strides[2]
+            counter = (row >> 2)[:, None] + (first + offs)[None, :]
+            words = _draws(seed, counter.to(tl.uint32), (counter >> 32).to(tl.uint32), PAIRS)
+        word = tl.reshape(words, (BLOCK_M, BLOCK_N))
     else:  # a draw for every element: a row begins within the four of another
+        row = a * index_strides[0] + b * index_strides[1] + offs_m * index_strides[2]
         index = row[:, None] + offs_n[None, :]
-        draw = index >> 2
-    low = draw.to(tl.uint32)
-    zero = low * 0
-    w0, w1, w2, w3 = tl.philox(seed, low, (draw >> 32).to(tl.uint32), zero, zero)
-    if FOURS:
-        word = tl.reshape(tl.join(tl.join(w0, w2), tl.join(w1, w3)), (BLOCK_M, BLOCK_N))
-    else:
+        counter = index >> 2
+        w0, w1, w2, w3 = draw(seed, counter.to(tl.uint32), (counter >> 32).to(tl.uint32))
         word = tl.where((index & 2) == 0, tl.where((index & 1) == 0, w0, w1), tl.where((index & 1) == 0, w2, w3))
-    y = tl.where(word.to(tl.int64) >= threshold, x * scale, 0.0)
+    y = tl.where(word >= tl.cast(threshold, tl.uint32), x * scale, 0.0)
     if r_ptr is not None:
         y += tl.load(at(r_ptr, r_strides, a, b, offs_m, offs_n), mask=mask, other=0.0).to(COMPUTE)
     tl.store(at(y_ptr, y_strides, a, b, offs_m, offs_n), round_to(y, y_ptr.dtype.element_ty), mask=mask)
@@ -111,6 +131,9 @@ def dropout_fwd(x: Tensor, residual: Optional[Tensor], seed: Tensor, p: float, d
     y = out = torch.empty_like(x, dtype=dtype)
     if not y.numel():
         return y
+    threshold = _threshold(p)
+    if threshold == 2**32:
+        return y.zero_() if residual is None else y.copy_(residual)
     operands = (x,) if residual is None else (x, residual)
     found = _layout(x.shape, *(t.stride() for t in (out, *operands)))
     if found is None:  # more dimensions that do not merge than the kernel walks
@@ -119,14 +142,15 @@ def dropout_fwd(x: Tensor, residual: Optional[Tensor], seed: Tensor, p: float, d
     layout, fours = found
     compute = compute_dtype(*operands)
     tile = plan(layout)
-    tiles_n = cdiv(layout.N, tile.BLOCK_N)
+    programs, tiles_n = grid_and_tiles(layout, tile)
     launch(
         _dropout_fwd_kernel,
-        (layout.blocks(tile.BLOCK_M) * tiles_n,),
+        (programs,),
         x.device,
         (out, operands[0], None if residual is None else operands[1], seed, layout.B, layout.M, layout.N, tiles_n,
-         *layout.strides[:3], layout.strides[-1], _threshold(p), scalar(_scale(p), compute)),
-        FOURS=fours, COMPUTE=triton_dtype(compute), **tile._asdict(),
+         *layout.strides[:3], layout.strides[-1],
+         threshold - ((threshold >> 31) << 32), scalar(_scale(p), compute)),
+        FOURS=fours, PAIRS=x.element_size() == 2 and tile.BLOCK_N >= 8, COMPUTE=triton_dtype(compute), **tile._asdict(),
     )  # fmt: skip
     return y if y is out else y.copy_(out)
 

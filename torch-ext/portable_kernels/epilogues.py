@@ -13,7 +13,7 @@ from typing import Optional
 import torch
 from torch import Tensor
 
-from . import _checks
+from . import _checks, _norms
 from ._activation_math import ACTIVATIONS, FORMULAS, activate, activate_gradient, gradient
 from ._device import facts, launch
 from ._dispatch import differentiable, use_kernel
@@ -57,7 +57,7 @@ def _residual_scale_add_bwd_reference(dy, x, scale, need_dscale):
     return dx, (dy.to(compute) * x.to(compute)).sum_to_size(scale.shape).to(scale.dtype)
 
 
-@triton.jit(do_not_specialize=["B", "M", "tiles_n"])
+@triton.jit(do_not_specialize=["M", "tiles_n"])
 def _epilogue_fwd_kernel(
     y_ptr, x_ptr, p_ptr, r_ptr, B, M, N, tiles_n, y_strides, x_strides, p_strides, r_strides, a, b,
     ACTIVATION: tl.constexpr, PRECISE: tl.constexpr, COMPUTE: tl.constexpr,
@@ -75,11 +75,11 @@ def _epilogue_fwd_kernel(
     tl.store(at(y_ptr, y_strides, outer_a, outer_b, offs_m, offs_n), round_to(y, y_ptr.dtype.element_ty), mask=mask)
 
 
-@triton.jit(do_not_specialize=["B", "M", "n_tiles"])
+@triton.jit(do_not_specialize=["M", "n_tiles"])
 def _epilogue_bwd_kernel(
     dy_ptr, x_ptr, p_ptr, dx_ptr, dp_ptr, B, M, N, n_tiles, dy_strides, x_strides, p_stride, a, b,
     ACTIVATION: tl.constexpr, PRECISE: tl.constexpr, COMPUTE: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """A program owns BLOCK_N columns of every num_programs(1)-th row tile, and their share of the parameter's sum."""
     pid_m = tl.program_id(1)
@@ -87,7 +87,7 @@ def _epilogue_bwd_kernel(
     mask_n = (offs_n < N)[None, :]
     p = tl.load(p_ptr + (offs_n * p_stride)[None, :], mask=mask_n, other=0.0).to(COMPUTE)
     dp = tl.zeros((BLOCK_M, BLOCK_N), COMPUTE)
-    for tile in range(pid_m, n_tiles, tl.num_programs(1)):
+    for tile in tl.range(pid_m, n_tiles, tl.num_programs(1), num_stages=STAGES):
         outer_a, outer_b, offs_m = row_index(tile, B, M, BLOCK_M)
         mask = (offs_m < M)[:, None] & mask_n
         dy = tl.load(at(dy_ptr, dy_strides, outer_a, outer_b, offs_m, offs_n), mask=mask, other=0.0).to(COMPUTE)
@@ -124,12 +124,19 @@ def _forward(x, param, residual, dtype, activation, a, b):
     return y
 
 
-def _backward_plan(layout, multiprocessors):
-    """(BLOCK_M, BLOCK_N, parts): 2048 elements a tile, 8 programs a multiprocessor at most. Untuned."""
-    lines = 128 if all(s[3] == 1 for s in layout.strides) else 64  # what is contiguous along M is read in lines too
+def _backward_plan(layout, itemsize, device):
+    """(tile, parts). Tiles of two rows, as wide rows of norms have; their pipeline here: untuned.
+
+    0.56 of a copy for gelu and 0.69 for silu without it, H200 bf16.
+    """
+    tile = _norms.plan_columns(itemsize, device)
+    lines = (
+        tile.BLOCK_N if all(s[3] == 1 for s in layout.strides) else 64
+    )  # what is contiguous along M is read in lines
     BLOCK_N = min(next_power_of_2(layout.N), lines)
-    BLOCK_M = 2048 // BLOCK_N
-    return BLOCK_M, BLOCK_N, min(layout.blocks(BLOCK_M), cdiv(8 * multiprocessors, cdiv(layout.N, BLOCK_N)))
+    tile = tile._replace(BLOCK_M=tile.BLOCK_M * tile.BLOCK_N // BLOCK_N, BLOCK_N=BLOCK_N)
+    parts = cdiv(tile.programs * device.multiprocessors, cdiv(layout.N, BLOCK_N))
+    return tile, min(layout.blocks(tile.BLOCK_M), parts)
 
 
 def _backward(dy, x, param, need_dp, activation, a, b):
@@ -139,15 +146,16 @@ def _backward(dy, x, param, need_dp, activation, a, b):
         return dx, param.new_zeros(param.shape) if need_dp else x.new_empty(0)
     compute = compute_dtype(dy, x, param)
     layout, (dy, x) = rows(dy, x)
-    BLOCK_M, BLOCK_N, parts = _backward_plan(layout, facts(x.device).multiprocessors)
+    tile, parts = _backward_plan(layout, dy.element_size() + x.element_size(), facts(x.device))
     dp = torch.empty((parts, layout.N), dtype=compute, device=x.device) if need_dp else None
     launch(
         _epilogue_bwd_kernel,
-        (cdiv(layout.N, BLOCK_N), parts),
+        (cdiv(layout.N, tile.BLOCK_N), parts),
         x.device,
-        (dy, x, param, dx, dp, layout.B, layout.M, layout.N, layout.blocks(BLOCK_M), *layout.strides,
+        (dy, x, param, dx, dp, layout.B, layout.M, layout.N, layout.blocks(tile.BLOCK_M), *layout.strides,
          param.stride(0) if param.numel() > 1 else 0, scalar(a, compute), scalar(b, compute)),
-        **_options(compute, activation, (dx, dp)), BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, num_warps=4,
+        **_options(compute, activation, (dx, dp)), BLOCK_M=tile.BLOCK_M, BLOCK_N=tile.BLOCK_N, STAGES=tile.STAGES,
+        num_warps=tile.num_warps,
     )  # fmt: skip
     if not need_dp:
         return dx, x.new_empty(0)

@@ -96,7 +96,7 @@ def _load(
     return gate, gate_open, up + up_offset, up_open
 
 
-@triton.jit(do_not_specialize=["B", "M", "tiles_n"])
+@triton.jit(do_not_specialize=["M", "tiles_n"])
 def _gated_fwd_kernel(
     y_ptr, gate_ptr, up_ptr, B, M, N, tiles_n, y_strides, gate_strides, up_strides, a, b, limit, up_offset,
     ACTIVATION: tl.constexpr, PRECISE: tl.constexpr, COMPUTE: tl.constexpr,
@@ -110,7 +110,7 @@ def _gated_fwd_kernel(
     tl.store(at(y_ptr, y_strides, outer_a, outer_b, offs_m, offs_n), y, mask=mask)
 
 
-@triton.jit(do_not_specialize=["B", "M", "tiles_n"])
+@triton.jit(do_not_specialize=["M", "tiles_n"])
 def _gated_bwd_kernel(
     dgate_ptr, dup_ptr, dy_ptr, gate_ptr, up_ptr, B, M, N, tiles_n,
     dgate_strides, dup_strides, dy_strides, gate_strides, up_strides, a, b, limit, up_offset,

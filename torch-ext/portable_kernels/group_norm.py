@@ -27,7 +27,7 @@ from ._group_norm import (
 )
 from ._ops import add_op_namespace_prefix
 from ._replay import replayed
-from ._rows import compute_dtype
+from ._rows import compute_dtype, warps
 from ._triton import cdiv, next_power_of_2, scalar, triton_dtype
 
 SECOND_ORDER = "reference"
@@ -75,24 +75,27 @@ class GroupPlan(NamedTuple):
     num_warps: int
 
 
-def _plan(batch, C, S, groups, channels_last, multiprocessors):
-    """All numbers untuned."""
+def _plan(batch, C, S, groups, channels_last, device):
+    """Of a copy, forward / backward, H200 bf16: a group a program 0.52 / 0.42 at (8, 320, 128, 128) and 32
+    groups, where shares have 0.53 / 0.36; shares 0.60 / 0.43 at (2, 256, 512, 512). Channels-last: untuned.
+    """
     width = C // groups
     size = width * S
     # A group's second reading comes from cache. In channels-last a group is narrow pieces, to be read with others.
-    fused = size <= 8192 or (size <= 131072 and batch * groups >= multiprocessors and not channels_last)
+    fused = size <= 8192 or (size <= 262144 and batch * groups >= device.multiprocessors and not channels_last)
     channels = width if fused else C
-    elements = 4096 if fused and size > 4096 else 2048
     if channels_last:
+        elements, num_warps = 2048, 4
         BLOCK_C = min(next_power_of_2(channels), 64)
         BLOCK_S = min(next_power_of_2(S), elements // BLOCK_C)
     else:
+        elements, num_warps = (2048, 4) if size <= 4096 else (8192, 16) if fused else (4096, 4)
         BLOCK_S = min(next_power_of_2(S), elements)
         BLOCK_C = min(next_power_of_2(channels), elements // BLOCK_S)
-    tiles = cdiv(S, BLOCK_S)
     # Enough programs for the device; few enough tiles for the first one's mean to be near the mean of all.
-    share = min(max(tiles * batch * cdiv(C, BLOCK_C) // (4 * multiprocessors), 1), 64)
-    return GroupPlan(fused, BLOCK_C, BLOCK_S, share * BLOCK_S, elements // 512)
+    tiles = cdiv(S, BLOCK_S) * batch * cdiv(C, BLOCK_C)
+    share = min(max(tiles // (4 * device.multiprocessors), 1), 64) if channels_last else 1
+    return GroupPlan(fused, BLOCK_C, BLOCK_S, share * BLOCK_S, warps(num_warps, device.max_warps))
 
 
 def _like(x):
@@ -125,7 +128,7 @@ def _planned(x, groups):
     x = _flat(x)
     batch, C, S = x.shape
     channels_last = x.stride(1) == 1 and C > 1 and S > 1
-    plan = _plan(batch, C, S, groups, channels_last, facts(x.device).multiprocessors)
+    plan = _plan(batch, C, S, groups, channels_last, facts(x.device))
     tile = {"BLOCK_C": plan.BLOCK_C, "BLOCK_S": plan.BLOCK_S, "num_warps": plan.num_warps}
     return x, plan, tile, batch * cdiv(C, plan.BLOCK_C)
 

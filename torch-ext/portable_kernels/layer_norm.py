@@ -16,10 +16,12 @@ from torch import Tensor
 from . import _checks, _norms
 from ._device import facts, launch
 from ._dispatch import differentiable, transforms, use_kernel
+from ._moments import take_moments, within
 from ._norms import load_bias, load_pair, load_scale, load_sum, store_dx, store_parts
+from ._online import neighbours
 from ._ops import add_op_namespace_prefix
 from ._replay import replayed
-from ._rows import Plan, compute_dtype, plan_forward, row_index, rows, sum_leading
+from ._rows import Plan, compute_dtype, plan_forward, row_index, rows, sum_leading, warps
 from ._triton import next_power_of_2, round_to, scalar, tl, triton, triton_dtype
 
 SECOND_ORDER = "reference"
@@ -65,10 +67,12 @@ def _plan(N, max_warps):
     if BLOCK_N <= 1024:  # a warp has rows of its own: 0.94 at 256 and 0.96 at 1024; 4 warps a tile 0.81 and 0.76
         return Plan(1024 // max(BLOCK_N, 32), BLOCK_N, True, 1)
     if BLOCK_N <= 2048:  # 0.95
-        return Plan(2, BLOCK_N, True, 4)
-    if BLOCK_N <= 8192:  # 0.94 at 4096, 0.80 at 8192
+        return Plan(2, BLOCK_N, True, warps(4, max_warps))
+    if BLOCK_N <= 8192:  # 0.94 at 4096, 0.92 at 8192
         return plan_forward(N, max_warps)
-    return Plan(1, 8192, False, min(16, max_warps))  # 0.68 at 32768; in registers 0.52 at 16384
+    if BLOCK_N <= 16384:  # 0.81
+        return Plan(1, BLOCK_N, True, warps(8, max_warps))
+    return Plan(1, min(BLOCK_N // 2, 16384), False, warps(16, max_warps))  # untuned
 
 
 @triton.jit
@@ -95,10 +99,10 @@ def _store_normed(x, d, correction, rstd, w_ptr, b_ptr, y_ptr, s_ptr, out_m, N, 
         tl.store(s_ptr + out, round_to(x, s_ptr.dtype.element_ty), mask=mask)
 
 
-@triton.jit(do_not_specialize=["B", "M"])
+@triton.jit(do_not_specialize=["M"])
 def _layer_norm_fwd_kernel(
     x_ptr, r_ptr, w_ptr, b_ptr, y_ptr, s_ptr, stats_ptr, B, M, N, x_strides, r_strides, eps,
-    COMPUTE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ONE_PASS: tl.constexpr,
+    GROUP: tl.constexpr, COMPUTE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ONE_PASS: tl.constexpr,
 ):  # fmt: skip
     a, b, offs_m = row_index(tl.program_id(0), B, M, BLOCK_M)
     mask_m = offs_m < M
@@ -114,21 +118,19 @@ def _layer_norm_fwd_kernel(
         variance = tl.sum(d * d, axis=1) / N
         square = correction * correction
         variance = tl.where(square < variance, variance - square, variance)  # not inf - inf, nor below 0
-    else:  # Welford in each lane; then the lanes together
-        mean = tl.zeros((BLOCK_M, BLOCK_N), COMPUTE)
-        squares = tl.zeros((BLOCK_M, BLOCK_N), COMPUTE)
+    else:  # the moments of groups, as they come (Chan, Golub and LeVeque 1979); then the groups together
+        mean = tl.zeros((BLOCK_M, BLOCK_N // GROUP), COMPUTE)
+        squares = tl.zeros((BLOCK_M, BLOCK_N // GROUP), COMPUTE)
+        seen = tl.zeros((1, BLOCK_N // GROUP), COMPUTE)
         for start in range(0, N, BLOCK_N):
             cols = start + offs_n
             mask = mask_m[:, None] & (cols < N)[None, :]
-            x = load_sum(x_ptr, x_strides, r_ptr, r_strides, s_ptr, a, b, offs_m, cols, mask, COMPUTE)
-            delta = tl.where(mask, x - shift[:, None] - mean, 0.0)
-            step = delta * (tl.full((), 1.0, COMPUTE) / (start // BLOCK_N + 1))
-            mean += step
-            squares += delta * (delta - step)
-        count = ((N - 1 - offs_n) // BLOCK_N + 1)[None, :]  # of elements in each lane
-        correction = _mean(mean * count, N, COMPUTE)
-        mean -= correction[:, None]  # lint: ok moved-fill: of a lane that has seen nothing the count is 0
-        variance = _mean(squares + mean * mean * count, N, COMPUTE)
+            x = load_sum(x_ptr, x_strides, r_ptr, r_strides, s_ptr, a, b, offs_m, cols, mask, COMPUTE, "evict_last")
+            more = within(N, start, BLOCK_N, GROUP).to(COMPUTE)
+            mean, squares, seen = take_moments(tl.where(mask, x - shift[:, None], 0.0), mask, more, mean, squares, seen)
+        correction = tl.sum(mean * (seen * (tl.full((), 1.0, COMPUTE) / N)), axis=1)
+        mean -= correction[:, None]
+        variance = tl.sum(squares + mean * mean * seen, axis=1) / N
     rstd = tl.rsqrt(variance + eps)
     tl.store(stats_ptr + out_m * 3, shift, mask=mask_m)
     tl.store(stats_ptr + out_m * 3 + 1, correction, mask=mask_m)
@@ -139,7 +141,7 @@ def _layer_norm_fwd_kernel(
         for start in range(0, N, BLOCK_N):
             cols = start + offs_n
             mask = mask_m[:, None] & (cols < N)[None, :]
-            x = load_sum(x_ptr, x_strides, r_ptr, r_strides, s_ptr, a, b, offs_m, cols, mask, COMPUTE)
+            x = load_sum(x_ptr, x_strides, r_ptr, r_strides, s_ptr, a, b, offs_m, cols, mask, COMPUTE, "evict_first")
             d = x - shift[:, None]
             _store_normed(x, d, correction, rstd, w_ptr, b_ptr, y_ptr, s_ptr, out_m, N, cols, mask, COMPUTE)
 
@@ -151,80 +153,93 @@ def _load_stats(stats_ptr, out_m, mask_m):
     return shift, correction, tl.load(stats_ptr + out_m * 3 + 2, mask=mask_m, other=0.0)
 
 
-@triton.jit(do_not_specialize=["B", "M", "n_tiles"])
+@triton.jit(do_not_specialize=["M", "n_tiles"])
 def _layer_norm_bwd_kernel(
     dy_ptr, x_ptr, w_ptr, stats_ptr, ds_ptr, dx_ptr, dw_ptr, db_ptr, B, M, N, n_tiles,
     dy_strides, x_strides, ds_strides,
-    COMPUTE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ONE_PASS: tl.constexpr, STAGES: tl.constexpr,
+    COMPUTE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Each program walks row tiles; with ONE_PASS it keeps its share of the weight and bias gradients in registers."""
+    """Each program walks row tiles and keeps its share of the weight and bias gradients in registers."""
     pid = tl.program_id(0)
     offs_n = tl.arange(0, BLOCK_N)
-    if ONE_PASS:
-        scale = load_scale(w_ptr, 0.0, offs_n, offs_n < N, COMPUTE)
-        dw = tl.zeros((BLOCK_N,), COMPUTE)
-        db = tl.zeros((BLOCK_N,), COMPUTE)
+    scale = load_scale(w_ptr, 0.0, offs_n, offs_n < N, COMPUTE)
+    dw = tl.zeros((BLOCK_N,), COMPUTE)
+    db = tl.zeros((BLOCK_N,), COMPUTE)
+    TWICE: tl.constexpr = BLOCK_N > 8192  # read again, from L1: registers would not hold the row too
     for tile in tl.range(pid, n_tiles, tl.num_programs(0), num_stages=STAGES):
         a, b, offs_m = row_index(tile, B, M, BLOCK_M)
         mask_m = offs_m < M
         out_m = (a * B + b) * M + offs_m
         shift, correction, rstd = _load_stats(stats_ptr, out_m, mask_m)
-        if ONE_PASS:
-            mask = mask_m[:, None] & (offs_n < N)[None, :]
-            dy, x = load_pair(dy_ptr, dy_strides, x_ptr, x_strides, a, b, offs_m, offs_n, mask, COMPUTE)
+        mask = mask_m[:, None] & (offs_n < N)[None, :]
+        first: tl.constexpr = "evict_last" if TWICE else ""
+        dy, x = load_pair(dy_ptr, dy_strides, x_ptr, x_strides, a, b, offs_m, offs_n, mask, COMPUTE, first)
+        xhat = _centred(x, shift, correction, mask) * rstd[:, None]
+        g = dy * scale
+        mean = tl.sum(g, axis=1) / N
+        projection = tl.sum(g * xhat, axis=1) / N
+        if TWICE:
+            dy, x = load_pair(dy_ptr, dy_strides, x_ptr, x_strides, a, b, offs_m, offs_n, mask, COMPUTE, "evict_first")
             xhat = _centred(x, shift, correction, mask) * rstd[:, None]
             g = dy * scale
-            mean = tl.sum(g, axis=1) / N
-            projection = tl.sum(g * xhat, axis=1) / N
-            dx = (g - mean[:, None] - xhat * projection[:, None]) * rstd[:, None]
-            store_dx(dx, ds_ptr, ds_strides, dx_ptr, a, b, offs_m, out_m, N, offs_n, mask, COMPUTE)
-            if dw_ptr is not None:
-                dw += tl.sum(dy * xhat, axis=0)
-            if db_ptr is not None:
-                db += tl.sum(dy, axis=0)
-        else:
-            sums = tl.zeros((BLOCK_M, BLOCK_N), COMPUTE)
-            products = tl.zeros((BLOCK_M, BLOCK_N), COMPUTE)
-            for start in range(0, N, BLOCK_N):
-                cols = start + offs_n
-                mask = mask_m[:, None] & (cols < N)[None, :]
-                dy, x = load_pair(dy_ptr, dy_strides, x_ptr, x_strides, a, b, offs_m, cols, mask, COMPUTE)
-                g = dy * load_scale(w_ptr, 0.0, cols, cols < N, COMPUTE)
-                sums += g
-                products += g * _centred(x, shift, correction, mask)
-            mean = tl.sum(sums, axis=1) / N
-            projection = tl.sum(products, axis=1) * rstd / N
-            for start in range(0, N, BLOCK_N):
-                cols = start + offs_n
-                mask = mask_m[:, None] & (cols < N)[None, :]
-                dy, x = load_pair(dy_ptr, dy_strides, x_ptr, x_strides, a, b, offs_m, cols, mask, COMPUTE)
-                g = dy * load_scale(w_ptr, 0.0, cols, cols < N, COMPUTE)
-                xhat = _centred(x, shift, correction, mask) * rstd[:, None]
-                dx = (g - mean[:, None] - xhat * projection[:, None]) * rstd[:, None]
-                store_dx(dx, ds_ptr, ds_strides, dx_ptr, a, b, offs_m, out_m, N, cols, mask, COMPUTE)
-    if ONE_PASS:
-        store_parts(dw_ptr, db_ptr, dw, db, pid, N, offs_n)
+        dx = (g - mean[:, None] - xhat * projection[:, None]) * rstd[:, None]
+        store_dx(dx, ds_ptr, ds_strides, dx_ptr, a, b, offs_m, out_m, N, offs_n, mask, COMPUTE)
+        if dw_ptr is not None:
+            dw += tl.sum(dy * xhat, axis=0)
+        if db_ptr is not None:
+            db += tl.sum(dy, axis=0)
+    store_parts(dw_ptr, db_ptr, dw, db, pid, N, offs_n)
 
 
-@triton.jit(do_not_specialize=["B", "M", "n_tiles"])
-def _layer_norm_bwd_kernel_columns(
-    dy_ptr, x_ptr, stats_ptr, dw_ptr, db_ptr, B, M, N, n_tiles, dy_strides, x_strides,
-    COMPUTE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+@triton.jit(do_not_specialize=["M"])
+def _layer_norm_bwd_kernel_dots(
+    dy_ptr, x_ptr, w_ptr, stats_ptr, dots_ptr, B, M, N, dy_strides, x_strides,
+    COMPUTE: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Weight and bias gradients of wide rows: a program owns BLOCK_N columns of every num_programs(1)-th row tile."""
+    """The means of the gradient and of its product with xhat, of a row."""
+    a, b, offs_m = row_index(tl.program_id(0), B, M, 1)
+    out_m = (a * B + b) * M + offs_m
+    shift, correction, rstd = _load_stats(stats_ptr, out_m, offs_m < M)
+    sums = tl.zeros((1, BLOCK_N), COMPUTE)
+    products = tl.zeros((1, BLOCK_N), COMPUTE)
+    for start in range(0, N, BLOCK_N):
+        cols = start + tl.arange(0, BLOCK_N)
+        mask = (cols < N)[None, :]
+        dy, x = load_pair(dy_ptr, dy_strides, x_ptr, x_strides, a, b, offs_m, cols, mask, COMPUTE)
+        g = dy * load_scale(w_ptr, 0.0, cols, cols < N, COMPUTE)
+        sums += g
+        products += g * _centred(x, shift, correction, mask)
+    tl.store(dots_ptr + out_m * 2, tl.sum(sums, axis=1) / N)
+    tl.store(dots_ptr + out_m * 2 + 1, tl.sum(products, axis=1) * rstd / N)
+
+
+@triton.jit(do_not_specialize=["M", "n_tiles"])
+def _layer_norm_bwd_kernel_columns(
+    dy_ptr, x_ptr, w_ptr, stats_ptr, dots_ptr, ds_ptr, dx_ptr, dw_ptr, db_ptr, B, M, N, n_tiles,
+    dy_strides, x_strides, ds_strides,
+    COMPUTE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """A program owns BLOCK_N columns of every num_programs(1)-th row tile."""
     pid_m = tl.program_id(1)
     offs_n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    dw = tl.zeros((BLOCK_N,), COMPUTE)
-    db = tl.zeros((BLOCK_N,), COMPUTE)
-    for tile in range(pid_m, n_tiles, tl.num_programs(1)):
+    scale = load_scale(w_ptr, 0.0, offs_n, offs_n < N, COMPUTE)
+    dw = tl.zeros((BLOCK_M, BLOCK_N), COMPUTE)
+    db = tl.zeros((BLOCK_M, BLOCK_N), COMPUTE)
+    for tile in tl.range(pid_m, n_tiles, tl.num_programs(1), num_stages=STAGES):
         a, b, offs_m = row_index(tile, B, M, BLOCK_M)
         mask_m = offs_m < M
         mask = mask_m[:, None] & (offs_n < N)[None, :]
+        out_m = (a * B + b) * M + offs_m
         dy, x = load_pair(dy_ptr, dy_strides, x_ptr, x_strides, a, b, offs_m, offs_n, mask, COMPUTE)
-        shift, correction, rstd = _load_stats(stats_ptr, (a * B + b) * M + offs_m, mask_m)
-        dw += tl.sum(dy * _centred(x, shift, correction, mask) * rstd[:, None], axis=0)
-        db += tl.sum(dy, axis=0)
-    store_parts(dw_ptr, db_ptr, dw, db, pid_m, N, offs_n)
+        shift, correction, rstd = _load_stats(stats_ptr, out_m, mask_m)
+        mean = tl.load(dots_ptr + out_m * 2, mask=mask_m, other=0.0)[:, None]
+        projection = tl.load(dots_ptr + out_m * 2 + 1, mask=mask_m, other=0.0)[:, None]
+        xhat = _centred(x, shift, correction, mask) * rstd[:, None]
+        dx = (dy * scale - mean - xhat * projection) * rstd[:, None]
+        store_dx(dx, ds_ptr, ds_strides, dx_ptr, a, b, offs_m, out_m, N, offs_n, mask, COMPUTE)
+        dw += dy * xhat
+        db += dy
+    store_parts(dw_ptr, db_ptr, tl.sum(dw, axis=0), tl.sum(db, axis=0), pid_m, N, offs_n)
 
 
 def _forward(x, residual, weight, bias, eps, total_dtype):
@@ -244,7 +259,7 @@ def _forward(x, residual, weight, bias, eps, total_dtype):
             x.device,
             (x, r[0] if r else None, _norms.packed(weight), _norms.packed(bias), y, total, stats,
              layout.B, layout.M, layout.N, layout.strides[0], layout.strides[-1], scalar(eps, compute)),
-            COMPUTE=triton_dtype(compute), **plan._asdict(),
+            GROUP=neighbours(layout.strides[0][3], x.element_size()), COMPUTE=triton_dtype(compute), **plan._asdict(),
         )  # fmt: skip
     else:
         stats.fill_(torch.nan)
@@ -302,7 +317,7 @@ def layer_norm_bwd(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of x (or of x + residual, then with ds added), weight and bias. One not needed is empty."""
     return _norms.backward(
-        _layer_norm_bwd_kernel, _layer_norm_bwd_kernel_columns,
+        True, _layer_norm_bwd_kernel, _layer_norm_bwd_kernel_dots, _layer_norm_bwd_kernel_columns,
         dy, ds, x, _norms.trailing(weight, bias), weight, bias, stats, need_dw, need_db,
     )  # fmt: skip
 

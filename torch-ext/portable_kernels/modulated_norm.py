@@ -20,8 +20,8 @@ from ._dispatch import differentiable, use_kernel
 from ._modulated_norm import _modulated_norm_bwd_kernel, _modulated_norm_fwd_kernel
 from ._ops import add_op_namespace_prefix
 from ._replay import replayed
-from ._rows import compute_dtype, plan_forward, rows, sum_leading
-from ._triton import cdiv, scalar, triton_dtype
+from ._rows import Plan, compute_dtype, plan_forward, rows, sum_leading, warps
+from ._triton import cdiv, next_power_of_2, scalar, triton_dtype
 
 SECOND_ORDER = "reference"
 
@@ -58,6 +58,21 @@ def _centred_reference(h, eps, layer):
     return h, mean, rest, torch.rsqrt(h.square().mean(-1, keepdim=True) + eps)
 
 
+def _plan(N, max_warps):
+    """0.66 of a copy at N = 3072, 0.55 at 1152, H200 bf16."""
+    if next_power_of_2(N) == 2048:  # one row a tile: 0.45
+        return Plan(2, 2048, True, warps(4, max_warps))
+    return plan_forward(N, max_warps)
+
+
+def _plan_backward(N, itemsize, device):
+    """0.62 of a copy at N = 3072, 0.43 at 1152, H200 bf16."""
+    plan = _norms.plan_backward(N, itemsize, device)
+    if plan.BLOCK_N == 2048:  # two rows a tile, 4 warps: 0.2 to 0.34
+        return plan._replace(BLOCK_M=1, num_warps=warps(2, device.max_warps), programs=8)
+    return plan
+
+
 def _layout(**operands):
     """The operands that are there as `rows`; of each its tensor and strides, None and zeros where it is absent."""
     present = {name: t for name, t in operands.items() if t is not None}
@@ -86,7 +101,7 @@ def modulated_norm_fwd(
         gate, scale, shift = _expanded(x, gate, scale, shift)
         layout, found = _layout(x=x, residual=residual, gate=gate, scale=scale, shift=shift)
         tensors, strides = zip(*found.values())
-        plan = plan_forward(layout.N, facts(x.device).max_warps)
+        plan = _plan(layout.N, facts(x.device).max_warps)
         launch(
             _modulated_norm_fwd_kernel,
             (layout.blocks(plan.BLOCK_M),),
@@ -137,7 +152,7 @@ def modulated_norm_bwd(
     del found["shift"]  # read for its layout alone
     tensors, strides = zip(*found.values())
     device = facts(h.device)
-    plan = _norms.plan_backward(N, sum(t.element_size() for t in tensors if t is not None), device)
+    plan = _plan_backward(N, sum(t.element_size() for t in tensors if t is not None), device)
     outer = layout.A * layout.B
     parts = min(cdiv(layout.M, plan.BLOCK_M), cdiv(plan.programs * device.multiprocessors, outer))
     sums = torch.empty if plan.ONE_PASS else torch.zeros

@@ -105,7 +105,7 @@ def _divisor(size, eps, NORM: tl.constexpr, COMPUTE: tl.constexpr):
         return tl.where(size < eps, eps, size), size >= eps
 
 
-@triton.jit(do_not_specialize=["B"])
+@triton.jit
 def _normalize_fwd_kernel(
     x_ptr, y_ptr, B, M, N, x_strides, y_strides, eps,
     NORM: tl.constexpr, COMPUTE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ONE_PASS: tl.constexpr,
@@ -146,7 +146,7 @@ def _store_dx(
     tl.store(at(dx_ptr, dx_strides, a, b, offs_m, offs_n), round_to(dx, dx_ptr.dtype.element_ty), mask=mask)
 
 
-@triton.jit(do_not_specialize=["B"])
+@triton.jit
 def _normalize_bwd_kernel(
     dy_ptr, x_ptr, dx_ptr, B, M, N, dy_strides, x_strides, dx_strides, eps,
     NORM: tl.constexpr, COMPUTE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ONE_PASS: tl.constexpr,

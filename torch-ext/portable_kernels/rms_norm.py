@@ -6,6 +6,7 @@ Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019. Rows of any wi
 summed in a fixed order.
 """
 
+import functools
 from typing import Optional, Union
 
 import torch
@@ -15,10 +16,11 @@ from . import _checks, _fp8, _norms, _quantize, _rms_norm_quantize
 from ._device import facts, launch
 from ._dispatch import differentiable, use_kernel
 from ._norms import load_bias, load_pair, load_scale, load_sum, store_dx, store_parts
+from ._online import grouped, neighbours
 from ._ops import add_op_namespace_prefix
 from ._replay import replayed
-from ._rows import compute_dtype, plan_forward, row_index, rows, sum_leading
-from ._triton import round_to, scalar, tl, triton, triton_dtype
+from ._rows import Plan, at, compute_dtype, plan_forward, row_index, rows, sum_leading, warps
+from ._triton import next_power_of_2, round_to, scalar, tl, triton, triton_dtype
 from .scaled_matmul import quantize_fp8_reference
 
 SECOND_ORDER = "reference"
@@ -91,10 +93,27 @@ def _out_dtype(dtype, weight, bias, before_weight):
     return dtype
 
 
+@functools.lru_cache(4096)
+def _plan(N, max_warps):
+    """As `plan_forward`, but for wide rows. Shares of a copy: H200 bf16."""
+    BLOCK_N = next_power_of_2(N)
+    if BLOCK_N <= 8192:
+        return plan_forward(N, max_warps)
+    if BLOCK_N <= 65536:  # two tiles, the second reading from L1 or L2: 0.97 at 16384, 0.96 at 32768, 0.88 at 65536
+        return Plan(1, BLOCK_N // 2, False, warps(BLOCK_N // 2048, max_warps))
+    return Plan(1, 32768, False, warps(32, max_warps))  # 0.83 at 131072, 0.69 at 262144
+
+
+@triton.jit
+def _load(x_ptr, x_strides, a, b, offs_m, offs_n, mask_m, N, EVICT: tl.constexpr):
+    mask = mask_m[:, None] & (offs_n < N)[None, :]
+    return tl.load(at(x_ptr, x_strides, a, b, offs_m, offs_n), mask=mask, other=0.0, eviction_policy=EVICT)
+
+
 @triton.jit
 def _store_normed(
     x, rstd, w_ptr, b_ptr, y_ptr, s_ptr, x_ptr, out_m, N, offs_n, mask, offset,
-    BEFORE_WEIGHT: tl.constexpr, COMPUTE: tl.constexpr,
+    BEFORE_WEIGHT: tl.constexpr, COMPUTE: tl.constexpr, EVICT: tl.constexpr,
 ):  # fmt: skip
     out = out_m[:, None] * N + offs_n[None, :]
     mask_n = offs_n < N
@@ -105,15 +124,15 @@ def _store_normed(
     if BEFORE_WEIGHT:
         y = round_to(y, y_ptr.dtype.element_ty).to(COMPUTE)
     y += load_bias(b_ptr, offs_n, mask_n, COMPUTE)
-    tl.store(y_ptr + out, round_to(y, y_ptr.dtype.element_ty), mask=mask)
+    tl.store(y_ptr + out, round_to(y, y_ptr.dtype.element_ty), mask=mask, eviction_policy=EVICT)
     if s_ptr is not None:
-        tl.store(s_ptr + out, round_to(x, s_ptr.dtype.element_ty), mask=mask)
+        tl.store(s_ptr + out, round_to(x, s_ptr.dtype.element_ty), mask=mask, eviction_policy=EVICT)
 
 
-@triton.jit(do_not_specialize=["B", "M"])
+@triton.jit(do_not_specialize=["M"])
 def _rms_norm_fwd_kernel(
     x_ptr, r_ptr, w_ptr, b_ptr, y_ptr, s_ptr, rstd_ptr, B, M, N, x_strides, r_strides, eps, offset,
-    BEFORE_WEIGHT: tl.constexpr, COMPUTE: tl.constexpr,
+    BEFORE_WEIGHT: tl.constexpr, GROUP: tl.constexpr, COMPUTE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ONE_PASS: tl.constexpr,
 ):  # fmt: skip
     a, b, offs_m = row_index(tl.program_id(0), B, M, BLOCK_M)
@@ -125,97 +144,123 @@ def _rms_norm_fwd_kernel(
         x = load_sum(x_ptr, x_strides, r_ptr, r_strides, s_ptr, a, b, offs_m, offs_n, mask, COMPUTE)
         total = tl.sum(x * x, axis=1)
     else:
-        squares = tl.zeros((BLOCK_M, BLOCK_N), COMPUTE)
+        # Then a single program fills a multiprocessor, and loads before it works.
+        AHEAD: tl.constexpr = BLOCK_N >= 32768 and r_ptr is None
+        squares = tl.zeros((BLOCK_M, BLOCK_N // GROUP), COMPUTE)
+        if AHEAD:
+            ahead = _load(x_ptr, x_strides, a, b, offs_m, offs_n, mask_m, N, "evict_last")
         for start in range(0, N, BLOCK_N):
-            mask = mask_m[:, None] & (start + offs_n < N)[None, :]
-            x = load_sum(x_ptr, x_strides, r_ptr, r_strides, s_ptr, a, b, offs_m, start + offs_n, mask, COMPUTE)
-            squares += x * x
+            cols = start + offs_n
+            mask = mask_m[:, None] & (cols < N)[None, :]
+            if AHEAD:
+                x = ahead.to(COMPUTE)
+                ahead = _load(x_ptr, x_strides, a, b, offs_m, cols + BLOCK_N, mask_m, N, "evict_last")
+            else:
+                x = load_sum(x_ptr, x_strides, r_ptr, r_strides, s_ptr, a, b, offs_m, cols, mask, COMPUTE, "evict_last")
+            squares += tl.sum(grouped(x * x, GROUP), axis=2)
         total = tl.sum(squares, axis=1)
     rstd = tl.rsqrt(total / N + eps)
     tl.store(rstd_ptr + out_m, rstd, mask=mask_m)
     if ONE_PASS:
         _store_normed(
-            x, rstd, w_ptr, b_ptr, y_ptr, s_ptr, x_ptr, out_m, N, offs_n, mask, offset, BEFORE_WEIGHT, COMPUTE
+            x, rstd, w_ptr, b_ptr, y_ptr, s_ptr, x_ptr, out_m, N, offs_n, mask, offset, BEFORE_WEIGHT, COMPUTE, ""
         )
     else:
+        if AHEAD:
+            ahead = _load(x_ptr, x_strides, a, b, offs_m, offs_n, mask_m, N, "evict_first")
         for start in range(0, N, BLOCK_N):
             cols = start + offs_n
             mask = mask_m[:, None] & (cols < N)[None, :]
-            x = load_sum(x_ptr, x_strides, r_ptr, r_strides, s_ptr, a, b, offs_m, cols, mask, COMPUTE)
+            if AHEAD:
+                x = ahead.to(COMPUTE)
+                ahead = _load(x_ptr, x_strides, a, b, offs_m, cols + BLOCK_N, mask_m, N, "evict_first")
+            else:
+                x = load_sum(
+                    x_ptr, x_strides, r_ptr, r_strides, s_ptr, a, b, offs_m, cols, mask, COMPUTE, "evict_first"
+                )
             _store_normed(
-                x, rstd, w_ptr, b_ptr, y_ptr, s_ptr, x_ptr, out_m, N, cols, mask, offset, BEFORE_WEIGHT, COMPUTE
-            )
+                x, rstd, w_ptr, b_ptr, y_ptr, s_ptr, x_ptr, out_m, N, cols, mask, offset, BEFORE_WEIGHT, COMPUTE,
+                "evict_first",
+            )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["B", "M", "n_tiles"])
+@triton.jit(do_not_specialize=["M", "n_tiles"])
 def _rms_norm_bwd_kernel(
     dy_ptr, x_ptr, w_ptr, rstd_ptr, ds_ptr, dx_ptr, dw_ptr, db_ptr, B, M, N, n_tiles,
     dy_strides, x_strides, ds_strides, offset,
-    COMPUTE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ONE_PASS: tl.constexpr, STAGES: tl.constexpr,
+    COMPUTE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Each program walks row tiles; with ONE_PASS it keeps its share of the weight and bias gradients in registers."""
+    """Each program walks row tiles and keeps its share of the weight and bias gradients in registers."""
     pid = tl.program_id(0)
     offs_n = tl.arange(0, BLOCK_N)
-    if ONE_PASS:
-        scale = load_scale(w_ptr, offset, offs_n, offs_n < N, COMPUTE)
-        dw = tl.zeros((BLOCK_N,), COMPUTE)
-        db = tl.zeros((BLOCK_N,), COMPUTE)
+    scale = load_scale(w_ptr, offset, offs_n, offs_n < N, COMPUTE)
+    dw = tl.zeros((BLOCK_N,), COMPUTE)
+    db = tl.zeros((BLOCK_N,), COMPUTE)
+    TWICE: tl.constexpr = BLOCK_N > 8192  # read again, from L1: registers would not hold the row too
     for tile in tl.range(pid, n_tiles, tl.num_programs(0), num_stages=STAGES):
         a, b, offs_m = row_index(tile, B, M, BLOCK_M)
         mask_m = offs_m < M
         out_m = (a * B + b) * M + offs_m
         rstd = tl.load(rstd_ptr + out_m, mask=mask_m, other=0.0)
-        if ONE_PASS:
-            mask = mask_m[:, None] & (offs_n < N)[None, :]
-            dy, x = load_pair(dy_ptr, dy_strides, x_ptr, x_strides, a, b, offs_m, offs_n, mask, COMPUTE)
-            xhat = x * rstd[:, None]
-            g = dy * scale
-            projection = tl.sum(g * xhat, axis=1) / N
-            dx = (g - xhat * projection[:, None]) * rstd[:, None]
-            store_dx(dx, ds_ptr, ds_strides, dx_ptr, a, b, offs_m, out_m, N, offs_n, mask, COMPUTE)
-            if dw_ptr is not None:
-                dw += tl.sum(dy * xhat, axis=0)
-            if db_ptr is not None:
-                db += tl.sum(dy, axis=0)
-        else:
-            products = tl.zeros((BLOCK_M, BLOCK_N), COMPUTE)
-            for start in range(0, N, BLOCK_N):
-                cols = start + offs_n
-                mask = mask_m[:, None] & (cols < N)[None, :]
-                dy, x = load_pair(dy_ptr, dy_strides, x_ptr, x_strides, a, b, offs_m, cols, mask, COMPUTE)
-                products += dy * load_scale(w_ptr, offset, cols, cols < N, COMPUTE) * x
-            projection = tl.sum(products, axis=1) * rstd / N
-            for start in range(0, N, BLOCK_N):
-                cols = start + offs_n
-                mask = mask_m[:, None] & (cols < N)[None, :]
-                dy, x = load_pair(dy_ptr, dy_strides, x_ptr, x_strides, a, b, offs_m, cols, mask, COMPUTE)
-                g = dy * load_scale(w_ptr, offset, cols, cols < N, COMPUTE)
-                xhat = x * rstd[:, None]
-                dx = (g - xhat * projection[:, None]) * rstd[:, None]
-                store_dx(dx, ds_ptr, ds_strides, dx_ptr, a, b, offs_m, out_m, N, cols, mask, COMPUTE)
-    if ONE_PASS:
-        store_parts(dw_ptr, db_ptr, dw, db, pid, N, offs_n)
+        mask = mask_m[:, None] & (offs_n < N)[None, :]
+        first: tl.constexpr = "evict_last" if TWICE else ""
+        dy, x = load_pair(dy_ptr, dy_strides, x_ptr, x_strides, a, b, offs_m, offs_n, mask, COMPUTE, first)
+        projection = tl.sum(dy * scale * (x * rstd[:, None]), axis=1) / N
+        if TWICE:
+            dy, x = load_pair(dy_ptr, dy_strides, x_ptr, x_strides, a, b, offs_m, offs_n, mask, COMPUTE, "evict_first")
+        xhat = x * rstd[:, None]
+        dx = (dy * scale - xhat * projection[:, None]) * rstd[:, None]
+        store_dx(dx, ds_ptr, ds_strides, dx_ptr, a, b, offs_m, out_m, N, offs_n, mask, COMPUTE)
+        if dw_ptr is not None:
+            dw += tl.sum(dy * xhat, axis=0)
+        if db_ptr is not None:
+            db += tl.sum(dy, axis=0)
+    store_parts(dw_ptr, db_ptr, dw, db, pid, N, offs_n)
 
 
-@triton.jit(do_not_specialize=["B", "M", "n_tiles"])
-def _rms_norm_bwd_kernel_columns(
-    dy_ptr, x_ptr, rstd_ptr, dw_ptr, db_ptr, B, M, N, n_tiles, dy_strides, x_strides,
-    COMPUTE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+@triton.jit(do_not_specialize=["M"])
+def _rms_norm_bwd_kernel_dots(
+    dy_ptr, x_ptr, w_ptr, rstd_ptr, dots_ptr, B, M, N, dy_strides, x_strides, offset,
+    COMPUTE: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Weight and bias gradients of wide rows: a program owns BLOCK_N columns of every num_programs(1)-th row tile."""
+    """The mean of the gradient's product with xhat, of a row."""
+    a, b, offs_m = row_index(tl.program_id(0), B, M, 1)
+    products = tl.zeros((1, BLOCK_N), COMPUTE)
+    for start in range(0, N, BLOCK_N):
+        cols = start + tl.arange(0, BLOCK_N)
+        mask = (cols < N)[None, :]
+        dy, x = load_pair(dy_ptr, dy_strides, x_ptr, x_strides, a, b, offs_m, cols, mask, COMPUTE)
+        products += dy * load_scale(w_ptr, offset, cols, cols < N, COMPUTE) * x
+    out_m = (a * B + b) * M + offs_m
+    tl.store(dots_ptr + out_m * 2, tl.sum(products, axis=1) * tl.load(rstd_ptr + out_m) / N)
+
+
+@triton.jit(do_not_specialize=["M", "n_tiles"])
+def _rms_norm_bwd_kernel_columns(
+    dy_ptr, x_ptr, w_ptr, rstd_ptr, dots_ptr, ds_ptr, dx_ptr, dw_ptr, db_ptr, B, M, N, n_tiles,
+    dy_strides, x_strides, ds_strides, offset,
+    COMPUTE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """A program owns BLOCK_N columns of every num_programs(1)-th row tile."""
     pid_m = tl.program_id(1)
     offs_n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    dw = tl.zeros((BLOCK_N,), COMPUTE)
-    db = tl.zeros((BLOCK_N,), COMPUTE)
-    for tile in range(pid_m, n_tiles, tl.num_programs(1)):
+    scale = load_scale(w_ptr, offset, offs_n, offs_n < N, COMPUTE)
+    dw = tl.zeros((BLOCK_M, BLOCK_N), COMPUTE)
+    db = tl.zeros((BLOCK_M, BLOCK_N), COMPUTE)
+    for tile in tl.range(pid_m, n_tiles, tl.num_programs(1), num_stages=STAGES):
         a, b, offs_m = row_index(tile, B, M, BLOCK_M)
         mask_m = offs_m < M
         mask = mask_m[:, None] & (offs_n < N)[None, :]
+        out_m = (a * B + b) * M + offs_m
         dy, x = load_pair(dy_ptr, dy_strides, x_ptr, x_strides, a, b, offs_m, offs_n, mask, COMPUTE)
-        rstd = tl.load(rstd_ptr + (a * B + b) * M + offs_m, mask=mask_m, other=0.0)
-        dw += tl.sum(dy * x * rstd[:, None], axis=0)
-        db += tl.sum(dy, axis=0)
-    store_parts(dw_ptr, db_ptr, dw, db, pid_m, N, offs_n)
+        rstd = tl.load(rstd_ptr + out_m, mask=mask_m, other=0.0)[:, None]
+        projection = tl.load(dots_ptr + out_m * 2, mask=mask_m, other=0.0)[:, None]
+        xhat = x * rstd
+        dx = (dy * scale - xhat * projection) * rstd
+        store_dx(dx, ds_ptr, ds_strides, dx_ptr, a, b, offs_m, out_m, N, offs_n, mask, COMPUTE)
+        dw += dy * xhat
+        db += dy
+    store_parts(dw_ptr, db_ptr, tl.sum(dw, axis=0), tl.sum(db, axis=0), pid_m, N, offs_n)
 
 
 def _forward(x, residual, weight, bias, eps, offset, before_weight, total_dtype):
@@ -229,7 +274,7 @@ def _forward(x, residual, weight, bias, eps, offset, before_weight, total_dtype)
     if x.numel():
         operands = (x,) if residual is None else (x, residual)
         layout, (x, *r) = rows(*(t.flatten(-n) for t in operands))
-        plan = plan_forward(layout.N, facts(x.device).max_warps)
+        plan = _plan(layout.N, facts(x.device).max_warps)
         launch(
             _rms_norm_fwd_kernel,
             (layout.blocks(plan.BLOCK_M),),
@@ -237,7 +282,8 @@ def _forward(x, residual, weight, bias, eps, offset, before_weight, total_dtype)
             (x, r[0] if r else None, _norms.packed(weight), _norms.packed(bias), y, total, rstd,
              layout.B, layout.M, layout.N, layout.strides[0], layout.strides[-1],
              scalar(eps, compute), scalar(offset, compute)),
-            BEFORE_WEIGHT=before_weight, COMPUTE=triton_dtype(compute), **plan._asdict(),
+            BEFORE_WEIGHT=before_weight, GROUP=neighbours(layout.strides[0][3], x.element_size()),
+            COMPUTE=triton_dtype(compute), **plan._asdict(),
         )  # fmt: skip
     elif rstd.numel():
         rstd.fill_(torch.nan)  # of rows of nothing
@@ -295,7 +341,7 @@ def rms_norm_bwd(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of x (or of x + residual, then with ds added), weight and bias. One not needed is empty."""
     return _norms.backward(
-        _rms_norm_bwd_kernel, _rms_norm_bwd_kernel_columns,
+        False, _rms_norm_bwd_kernel, _rms_norm_bwd_kernel_dots, _rms_norm_bwd_kernel_columns,
         dy, ds, x, _norms.trailing(weight), weight, bias, rstd, need_dw, need_db, offset,
     )  # fmt: skip
 

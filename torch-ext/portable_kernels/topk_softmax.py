@@ -17,7 +17,7 @@ from ._dispatch import differentiable, use_kernel
 from ._ops import add_op_namespace_prefix
 from ._replay import replayed
 from ._rows import at, compute_dtype, row_index, rows
-from ._triton import next_power_of_2, round_to, tl, triton, triton_dtype
+from ._triton import exp, next_power_of_2, round_to, tl, triton, triton_dtype
 
 SECOND_ORDER = "reference"
 
@@ -64,11 +64,11 @@ def _load_softmax(x_ptr, x_strides, a, b, offs_m, offs_n, mask, COMPUTE: tl.cons
     """(x, exp(x - peak), peak, sum), with NaN where torch has it: exp(NaN) stays in the sum, as does inf - inf."""
     x = tl.load(at(x_ptr, x_strides, a, b, offs_m, offs_n), mask=mask, other=float("-inf")).to(COMPUTE)
     peak = tl.max(x, axis=1)
-    e = tl.exp(x - peak[:, None])
+    e = exp(x - peak[:, None])
     return x, e, peak, tl.sum(e, axis=1)
 
 
-@triton.jit(do_not_specialize=["B", "M"])
+@triton.jit(do_not_specialize=["M"])
 def _topk_softmax_fwd_kernel(
     x_ptr, w_ptr, i_ptr, B, M, N, x_strides,
     K: tl.constexpr, RENORMALIZE: tl.constexpr, COMPUTE: tl.constexpr,
@@ -87,7 +87,7 @@ def _topk_softmax_fwd_kernel(
         largest = tl.max(tl.where(left, x, float("-inf")), axis=1)
         first = tl.min(tl.where(left & (x == largest[:, None]), offs_n, BLOCK_N), axis=1)
         left = left & (offs_n != first[:, None])
-        weights = tl.where(offs_k == k, (tl.exp(largest - peak) / total)[:, None], weights)
+        weights = tl.where(offs_k == k, (exp(largest - peak) / total)[:, None], weights)
         indices = tl.where(offs_k == k, first[:, None], indices)
     if RENORMALIZE:
         weights = weights / tl.sum(weights, axis=1)[:, None]
@@ -97,7 +97,7 @@ def _topk_softmax_fwd_kernel(
     tl.store(i_ptr + out, indices.to(tl.int64), mask=mask)
 
 
-@triton.jit(do_not_specialize=["B", "M"])
+@triton.jit(do_not_specialize=["M"])
 def _topk_softmax_bwd_kernel(
     dw_ptr, x_ptr, i_ptr, dx_ptr, B, M, N, x_strides,
     K: tl.constexpr, RENORMALIZE: tl.constexpr, COMPUTE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
