@@ -32,6 +32,7 @@ def _probe(find, missing):
 _dispatch_modes = _probe(lambda: torch._C._len_torch_dispatch_stack, 1)
 _transforms = _probe(lambda: torch._C._are_functorch_transforms_active, True)
 _jit_tracing = _probe(lambda: torch._C._get_tracing_state, True)
+_skip_code = _probe(lambda: torch._C._dynamo.eval_frame.skip_code, None)
 _autocast = _probe(lambda: torch._C._is_any_autocast_enabled, True)
 _compiling = torch.compiler.is_compiling
 
@@ -116,8 +117,14 @@ def _key_of(args, kwargs):
         "current": _device.current, "forward_ad": torch.autograd.forward_ad, "VALUES": _VALUES, "autocast": _autocast,
         "grad": torch.is_grad_enabled, "casts": _casts, "float32": _device.float32_precision,
     }  # fmt: skip
+    return _written("key", source, values)
+
+
+def _written(name, source, values):
+    """The function of that name that `source` defines, which torch.compile is not to look into."""
     exec(source, values)  # noqa: S102
-    return values["key"]
+    _skip_code(values[name].__code__)
+    return values[name]
 
 
 def _casts(t):
@@ -314,5 +321,4 @@ class _Watch(TorchDispatchMode):
                 body.append(line)
         body = "".join(f"    {line}\n" for line in reversed(body))
         source = f"def replay({', '.join(self.parameters)}):\n{body}    return {text}\n"
-        exec(source, self.values)  # noqa: S102
-        return self.values["replay"]
+        return _written("replay", source, self.values)
