@@ -42,6 +42,12 @@ def test_a_repository_of_ones_own(tmp_path, kind):
     for benchmark in (made / "benchmarks").iterdir():
         compile(benchmark.read_text(), benchmark.name, "exec")
     subprocess.run(["sh", "-n", made / "tools" / "ci.sh"], check=True)
+    if importlib.util.find_spec("jinja2"):
+        import jinja2
+
+        card = jinja2.Environment(undefined=jinja2.StrictUndefined).from_string((made / "CARD.md").read_text())
+        told = {"repo_id": "some-org/quick-maths", "version": 1, "functions": ["quick_op"], "license": "apache-2.0"}
+        assert "help(kernel.quick_op)" in card.render(told) and "{" not in card.render(told)
 
 
 @pytest.mark.parametrize("kind", KINDS if EVERY else ("pointwise",))
@@ -81,12 +87,13 @@ def test_the_run_in_contributing_is_what_happens(tmp_path):
 
 
 def test_names_that_are_refused(tmp_path):
-    for repo_id, op in (("no-organisation", "op"), ("org/Upper", "op"), ("org/fine", "Op"), ("org/fine", "lambda")):
+    ops = [("org/fine", name) for name in ("Op", "lambda", "max", "launch", "x")]
+    for repo_id, op in (("no-organisation", "scaled"), ("org/Upper", "scaled"), *ops):
         with pytest.raises(SystemExit, match="got"):
             make(repo_id, "rowwise", op, tmp_path / "made")
     (tmp_path / "made").mkdir()
     with pytest.raises(SystemExit, match="is there already"):
-        make("org/fine", "rowwise", "op", tmp_path / "made")
+        make("org/fine", "rowwise", "scaled", tmp_path / "made")
 
 
 def test_a_fresh_repository_is_small():

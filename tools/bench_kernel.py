@@ -175,7 +175,7 @@ def report(bench, x_name, x_values, fixed, out, plot_name):
 
 def profiler_lines(arguments):
     """Commands that run the same under a profiler: where time goes, and what one kernel does."""
-    again = f"python {shlex.join(['tools/bench_kernel.py', *arguments])}"
+    again = f"python {shlex.join([os.path.relpath(__file__), *arguments])}"
     return (
         f"NVIDIA  nsys profile --stats=true -o bench {again}\n"
         f"        ncu --set full --launch-skip 20 --launch-count 3 -o bench {again}\n"
@@ -223,11 +223,11 @@ def main():
     copy, product = ceilings(device, dtype, small=not kinds)
     print(f"ceilings: a copy {copy:.4g} GB/s, a product of {options.dtype} {product:.4g} TFLOP/s", flush=True)
     rows = report(bench, x_name, x_values, fixed, options.out, options.function.rpartition(":")[2])
-    for row in rows:
+    for row in rows if kinds else ():
         others = max(v for k, v in row.items() if k not in (x_name, "kernel"))
         text = verdict(bench, {x_name: row[x_name], **fixed}, row["kernel"], others, copy, product)
         print(f"{x_name} = {row[x_name]}: {text}")
-    print(profiler_lines([a for a in sys.argv[1:]]))
+    print(profiler_lines(sys.argv[1:]))
     return 0
 
 

@@ -8,6 +8,7 @@ width in blocks.   matmul: a @ b by tiles.   Each has gradients, torch.compile, 
 """
 
 import argparse
+import ast
 import keyword
 import re
 import shutil
@@ -25,10 +26,14 @@ def renamed(text, names):
     return text
 
 
-def op_names(op):
-    """What the templates call their op, and what it is called instead."""
+def op_names(op, templates):
+    """What the templates call their op, and what it is called instead: not as something that they use."""
     if not re.fullmatch(r"[a-z][a-z0-9_]*", op) or keyword.iskeyword(op):
         raise SystemExit(f"the name of an op is lower case, digits and _, got {op!r}")
+    for path in templates:
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if op in (getattr(node, "id", ""), getattr(node, "arg", ""), getattr(node, "asname", None) or ""):
+                raise SystemExit(f"the name of an op must not be one that {path.name} uses, got {op!r}")
     return {"my_op": op, "MyOp": "".join(part.capitalize() for part in op.split("_"))}
 
 
@@ -41,7 +46,8 @@ def make(repo_id, kind, op, out):
     op = op or module
     if out.exists():
         raise SystemExit(f"{out} is there already")
-    names = {"org/my-kernel": repo_id, "my-kernel": name, "my_kernel": module, **op_names(op)}
+    used = (TEMPLATES / "repository" / kind).rglob("*.py")
+    names = {"org/my-kernel": repo_id, "my-kernel": name, "my_kernel": module, **op_names(op, used)}
     for folder in (TEMPLATES / "repository" / "common", TEMPLATES / "repository" / kind):
         for source in sorted(p for p in folder.rglob("*") if p.is_file() and "__pycache__" not in p.parts):
             target = out / renamed(source.relative_to(folder).as_posix(), names)

@@ -37,7 +37,7 @@ def insert(path, lines, before):
 
 def add(root, op, kind):
     """What was written, one line each."""
-    names = op_names(op)
+    names = op_names(op, (TEMPLATES / "op" / kind).glob("*.py"))
     package = root / "torch-ext" / "portable_kernels"
     files = {
         "my_op.py": package / f"{op}.py",
