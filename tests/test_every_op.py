@@ -5,6 +5,7 @@ PROOF=1 runs everything (`make proof`); without it what takes long is done to on
 
 import contextlib
 import copy
+import gc
 import inspect
 import os
 import subprocess
@@ -388,6 +389,7 @@ OTHERWISE = {  # rows where the result is not PyTorch's on purpose, and why
     "layer_norm": ([5, 6], "squares overflow: PyTorch's own result is NaN once the mean is off"),
     "add_layer_norm": ([5, 6], "as layer_norm"),
     "reductions.std": ([5, 6], "the variance overflows; PyTorch's CPU sums in float64"),
+    "flash_attn_varlen_func": ([5, 6], "scores overflow or not, by the order of their factors"),
     "reductions.cumsum": (None, "a sum of the largest numbers may overflow or not, by its order"),
 }
 
@@ -656,8 +658,10 @@ def test_memory(gpu, call):
     for n in range(1000 if PROOF else 100):
         everything(small, tensors)
         if n == 5:
+            gc.collect()
             before = gpu.memory_allocated()
-    assert gpu.memory_allocated() == before
+    gc.collect()
+    assert gpu.memory_allocated() <= before
 
 
 @every
