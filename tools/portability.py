@@ -116,7 +116,7 @@ def spills(assembly, arch):
 def widest(assembly):
     """Bits of the widest load or store of global memory."""
     bits = [int(v) * int(b) for v, b in re.findall(r"(?:ld|st)\.global[\w.:]*?\.v(\d)\.b(\d+)", assembly)]
-    bits += [8 * int(n) for n in re.findall(r"cp\.async\.c[ag]\.shared\.global[^;]*?, (\d+)", assembly)]
+    bits += [8 * int(n, 0) for n in re.findall(r"cp\.async\.c[ag]\.shared\.global[^;]*?, (0x\w+|\d+)", assembly)]
     bits += [32 * int(n) for n in re.findall(r"(?:global|buffer)_(?:load|store)_dwordx(\d)", assembly)]
     bits += [int(n) for n in re.findall(r"(?:global|buffer)_(?:load|store)_b(\d+)", assembly)]
     return 128 if "cp.async.bulk" in assembly else max(bits, default=32)
@@ -221,7 +221,7 @@ def whole(archs, ops, dtypes, jobs):
     return found
 
 
-def page(found):
+def page(found, others=""):
     import triton
 
     ops = list(dict.fromkeys(r["op"] for records in found.values() for r in records))
@@ -240,6 +240,22 @@ def page(found):
         for r in records
         if r["problems"]
     ]
+    spilled, narrow = {}, {}
+    for arch, records in found.items():
+        for r in records:
+            if r.get("spilled"):
+                mine = spilled.setdefault(r["kernel"], {})
+                mine[arch] = max(mine.get(arch, 0), r["spilled"])
+            if r.get("bits", 128) < 128:
+                narrow.setdefault((r["kernel"], r["op"]), {}).setdefault(r["bits"], {})[arch] = None
+    spilled = [f"- `{k}`: " + ", ".join(f"{a} {n}" for a, n in by.items()) for k, by in sorted(spilled.items())]
+    narrow = [
+        f"- `{kernel}` of `{op}`: "
+        + "; ".join(
+            f"{bits} on {'all' if len(archs) == len(found) else ', '.join(archs)}" for bits, archs in by.items()
+        )
+        for (kernel, op), by in sorted(narrow.items())
+    ]
     nothing = "None."
     return f"""# Portability
 
@@ -255,7 +271,19 @@ kernel of two ops counts once.
 ## What does not compile, or does not fit
 
 {chr(10).join(problems) or nothing}
-"""
+
+## What spills
+
+The most of any case, in bytes on NVIDIA and registers on AMD. sm75 multiplies tiles without matrix instructions.
+
+{chr(10).join(spilled) or nothing}
+
+## What moves less than 128 bits at once
+
+In some case, at the widest: operands that are read where they lie, and buffers of few numbers.
+
+{chr(10).join(narrow) or nothing}
+{others}"""
 
 
 def main():
