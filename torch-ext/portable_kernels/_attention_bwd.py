@@ -39,21 +39,25 @@ from ._attention_fwd import (
 from ._device import facts, launch
 from ._ops import add_op_namespace_prefix
 from ._tiles import dot
-from ._triton import cdiv, next_power_of_2, round_to, tl, triton
+from ._triton import GLUON, cdiv, next_power_of_2, round_to, tl, triton
 
 
-def plan_backward(rows_q, rows_k, block_d, itemsize, extras, descriptors, device):
+def plan_backward(rows_q, rows_k, block_d, itemsize, extras, descriptors, device, plain=False):
     """(plan of the queries' kernel, plan of the keys' kernel), or None where no tiles fit the device.
 
-    The arguments are as of `plan_forward`. Each holds twice BLOCK of its own rows, and walks twice BLOCK of the others.
+    The arguments are as of `plan_forward`; what is plain has one kernel on Hopper GPUs. Each holds twice BLOCK of its
+    own rows, and walks twice BLOCK of the others.
     """
     kind = "descriptor" if descriptors and device.descriptors and itemsize == 2 else "pointer"
+    if kind == "descriptor" and plain and GLUON and device.arch == "sm90" and block_d in (64, 128):
+        return (Plan("sm90", 64, 128, 2, 8),) * 2  # one kernel, which has plans of its own
     itemsize = 4 if device.arch.startswith("sm7") else itemsize  # of which Triton uses no tensor cores
     plans = []
     if itemsize == 2:
         if block_d <= 128 and not extras:
-            # 1.28 to 1.33 of FlashAttention-2 at D = 128, 1.11 at 64, H200 bf16
-            plans += [(Plan(kind, *((128, 64, 3, 8) if block_d == 128 else (64, 64, 3, 4))), Plan(kind, 64, 64, 2, 4))]
+            # Of FlashAttention-2 at 4096 keys, H200 bf16: D = 128 1.25 to 1.29, 64 1.32 causal and 1.16 full
+            keys = Plan(kind, 64, 64, 2, 4) if block_d == 128 else Plan(kind, 128, 64, 2, 4)
+            plans += [(Plan(kind, 128, 64, 3, 8), keys)]
             plans += [(Plan(kind, 128, 64, 2, 8), Plan(kind, 64, 64, 2, 4))]  # untuned: of smaller multiprocessors
         plans += [(Plan(kind, 64, 64, 2, 8), Plan(kind, 64, 64, 2, 8))]  # untuned: 8 warps share the registers
         plans += [(Plan("pointer", 64, 32, stages, 8), Plan("pointer", 32, 64, stages, 8)) for stages in (2, 1)]
@@ -296,10 +300,19 @@ def attention_bwd(
     packed, device = cu_q is not None, facts(q.device)
     folded = fold(scale, softcap, alibi, mask)
     extras = "mask" if mask is not None else "" if folded and seed is None else "more"
+    plain = not packed and q.shape[-1] == v.shape[-1] and scale > 0 and left < 0 and not softcap
+    plain = plain and mask is None and alibi is None and sinks is None and seed is None
     found = None
     if on_kernels(q, v):
         q, k, v, dout = (unit_last_stride(t) for t in (q, k, v, dout))
-        found = _plans(q, k, v, dout, max_q, max_k, packed, extras, device)
+        found = _plans(q, k, v, dout, max_q, max_k, packed, extras, device, plain)
+    if found is not None and found[0].kind == "sm90":
+        from . import _attention_bwd_sm90  # and with it Gluon, which nothing else needs
+
+        grads = [torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (q, k, v)]
+        if _attention_bwd_sm90.backward(q, k, v, dout, dlse, out, lse, *grads, scale, right, top_left):
+            return (*grads, q.new_empty(0), q.new_empty(0))
+        found = _plans(q, k, v, dout, max_q, max_k, packed, extras, device, False)
     if found is None:
         return backward_in_chunks(
             q, k, v, dout, dlse, out, lse, cu_q, cu_k, mask, alibi, sinks, seed,
@@ -352,16 +365,16 @@ def attention_bwd(
     return dq, dk, dv, dmask, dsinks
 
 
-def _plans(q, k, v, dout, max_q, max_k, packed, extras, device):
+def _plans(q, k, v, dout, max_q, max_k, packed, extras, device, plain):
     """(plan of the queries' kernel, plan of the keys', (k and v for the first, q and dout for the other))."""
     D, DV = (max(next_power_of_2(t.shape[-1]), 16) for t in (q, v))
     for descriptors in (device.descriptors and q.numel() > 0 and k.numel() > 0, False):
-        plans = plan_backward(max_q, max_k, max(D, DV), q.element_size(), extras, descriptors, device)
+        plans = plan_backward(max_q, max_k, max(D, DV), q.element_size(), extras, descriptors, device, plain)
         if plans is None:
             return None
         queries, keys = plans
         operands = ((k, v), (q, dout))
-        if queries.kind == "pointer":
+        if queries.kind in ("pointer", "sm90"):
             break
         operands = (
             (describe(k, packed, queries.BLOCK_N, D), describe(v, packed, queries.BLOCK_N, DV)),
