@@ -121,10 +121,14 @@ def test_far_rows(family, device):
     x = torch.empty(2**31 + 64, dtype=torch.bfloat16, device=device).as_strided((2, 64), (2**31, 1))
     x.copy_(torch.randn(2, 64))
     t = torch.tensor([3, 60], device=device)
-    for y in (x, x.t().contiguous().t()):
+    near = x.contiguous()
+    for y in (near, x.t().contiguous().t()):
         a, b = (evaluate(family.cross_entropy, (z, t), {"reduction": "none"}, [torch.ones(2, device=device)])
                 for z in (x, y))  # fmt: skip
-        assert torch.equal(a[0][0], b[0][0]) and torch.equal(a[1][0], b[1][0])
+        if y is near:
+            assert torch.equal(a[0][0], b[0][0]) and torch.equal(a[1][0], b[1][0])
+        else:  # walked another way, so summed in another order
+            torch.testing.assert_close((a[0][0], a[1][0]), (b[0][0], b[1][0]))
 
 
 @pytest.mark.parametrize("shape", [(0, 5), (2, 5, 0), (3, 0)])

@@ -99,9 +99,9 @@ def _plan(N, max_warps):
     BLOCK_N = next_power_of_2(N)
     if BLOCK_N <= 8192:
         return plan_forward(N, max_warps)
-    if BLOCK_N <= 65536:  # two tiles, the second reading from L1 or L2: 0.97 at 16384, 0.96 at 32768, 0.88 at 65536
+    if BLOCK_N <= 65536:  # two tiles, the second reading from L1 or L2: 0.92 at 16384, 0.90 at 32768, 0.76 at 65536
         return Plan(1, BLOCK_N // 2, False, warps(BLOCK_N // 2048, max_warps))
-    return Plan(1, 32768, False, warps(32, max_warps))  # 0.83 at 131072, 0.69 at 262144
+    return Plan(1, 32768, False, warps(32, max_warps))  # 0.66 at 131072, 0.63 at 262144, before it loaded ahead
 
 
 @triton.jit
@@ -153,8 +153,8 @@ def _rms_norm_fwd_kernel(
             cols = start + offs_n
             mask = mask_m[:, None] & (cols < N)[None, :]
             if AHEAD:
-                x = ahead.to(COMPUTE)
-                ahead = _load(x_ptr, x_strides, a, b, offs_m, cols + BLOCK_N, mask_m, N, "evict_last")
+                x, ahead = ahead, _load(x_ptr, x_strides, a, b, offs_m, cols + BLOCK_N, mask_m, N, "evict_last")
+                x = x.to(COMPUTE)
             else:
                 x = load_sum(x_ptr, x_strides, r_ptr, r_strides, s_ptr, a, b, offs_m, cols, mask, COMPUTE, "evict_last")
             squares += tl.sum(grouped(x * x, GROUP), axis=2)
@@ -172,8 +172,8 @@ def _rms_norm_fwd_kernel(
             cols = start + offs_n
             mask = mask_m[:, None] & (cols < N)[None, :]
             if AHEAD:
-                x = ahead.to(COMPUTE)
-                ahead = _load(x_ptr, x_strides, a, b, offs_m, cols + BLOCK_N, mask_m, N, "evict_first")
+                x, ahead = ahead, _load(x_ptr, x_strides, a, b, offs_m, cols + BLOCK_N, mask_m, N, "evict_first")
+                x = x.to(COMPUTE)
             else:
                 x = load_sum(
                     x_ptr, x_strides, r_ptr, r_strides, s_ptr, a, b, offs_m, cols, mask, COMPUTE, "evict_first"
