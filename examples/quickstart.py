@@ -226,7 +226,8 @@ def main():
     print(f"{REPO} v{VERSION}: variant {Path(kernel.__file__).parent.name}, loaded as {kernel.__name__}")
     print(kernel.report(device))
 
-    public = [name for name in kernel.__all__ if inspect.isfunction(getattr(kernel, name)) and name != "report"]
+    public = [name for name in kernel.__all__ if inspect.isfunction(getattr(kernel, name))]
+    public = [name for name in public if name not in ("report", "warmup")]
     torchs = {**TORCH_HAS, **TORCH_COMPOSES}
     if missing := [name for name in public if name not in torchs and name not in ELSEWHERE]:
         sys.exit(f"quickstart.py has nothing to hold these against: {', '.join(missing)}")

@@ -95,6 +95,22 @@ def test_sizes_that_never_repeat_do_not_pile_up(launch, internals):
     assert len(internals("_device")._compiled) <= 4096
 
 
+def test_first_launches_are_collected(launch, internals):
+    """While something collects, a kernel that was compiled runs, and one that was not is handed over."""
+    kernel, other, x, taken = Kernel(), Kernel(), torch.zeros(64), []
+    launch(kernel, x)
+    internals("_device").watching.collect = lambda *launched: taken.append(launched)
+    try:
+        launch(kernel, x)
+        launch(other, x)
+    finally:
+        internals("_device").watching.collect = None
+    assert len(kernel.ran) == 1 and not other.compiled and not other.ran
+    assert taken[0][:3] == (other, (3,), torch.device("cuda", 0)) and taken[0][3][0] is x
+    launch(other, x)
+    assert len(other.compiled) == 1
+
+
 def test_precision_of_float32_by_every_setting(kernel, internals, device):
     """torch has an old way and a new one to set it, and its own reader of the old way raises after the new one."""
     precision = internals("_device").float32_precision

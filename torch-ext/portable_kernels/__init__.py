@@ -2,6 +2,7 @@
 
 from . import layers, patching, reductions
 from ._report import report
+from ._warmup import warmup
 from .activations import (
     gelu,
     hardswish,
@@ -110,4 +111,5 @@ __all__ = [
     "layers",
     "patching",
     "report",
+    "warmup",
 ]

@@ -27,7 +27,7 @@ def report(device: Optional[Union[str, torch.device]] = None) -> str:
     if device.type in KERNEL_DEVICES and not getattr(torch, device.type).is_available():
         raise ValueError(f"report: device must be one that torch sees, got {str(device)!r}")
     package = sys.modules[__package__]
-    ops = [n for n in package.__all__ if inspect.isfunction(getattr(package, n)) and n != "report"]
+    ops = [n for n in package.__all__ if inspect.isfunction(getattr(package, n)) and n not in ("report", "warmup")]
     triton = f"no Triton ({ABSENT})" if ABSENT else f"Triton {VERSION}"
     return "\n".join(
         [
