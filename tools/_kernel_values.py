@@ -663,7 +663,7 @@ class Kernel:
             chosen = condition.lanes.get(axis)
             if chosen is not None and isinstance(chosen.value, float):
                 value = values[0] if chosen.value else values[1]
-                value = ANY if value == OTHER else value
+                value = UNKNOWN if value == OTHER else value
             elif values[0] == values[1]:
                 value = values[0]
             else:
@@ -699,7 +699,12 @@ class Kernel:
             if lane.value == UNDEFINED:
                 self.fault(lane, node, "masked-load-without-other", name)
             elif name in NEUTRAL and isinstance(lane.value, float):
-                right = lane.value == NEUTRAL[name] or (name == "max" and lane.value == 0.0 and is_positive(value))
+                far = abs(lane.value) >= 1e9 and (lane.value > 0) == (NEUTRAL[name] > 0)  # as good as infinite
+                right = (
+                    lane.value == NEUTRAL[name]
+                    or (far and name != "sum")
+                    or (name == "max" and lane.value == 0.0 and is_positive(value))
+                )
                 if not right:
                     self.fault(
                         lane, node, "moved-fill" if lane.moved else "wrong-fill", f"{lane.value:g} into a {name}"
