@@ -55,10 +55,11 @@ def plan_backward(rows_q, rows_k, block_d, itemsize, extras, descriptors, device
     plans = []
     if itemsize == 2:
         if block_d <= 128 and not extras:
-            # Of FlashAttention-2 at 4096 keys, H200 bf16: D = 128 1.25 to 1.29, 64 1.32 causal and 1.16 full
-            keys = Plan(kind, 64, 64, 2, 4) if block_d == 128 else Plan(kind, 128, 64, 2, 4)
-            plans += [(Plan(kind, 128, 64, 3, 8), keys)]
-            plans += [(Plan(kind, 128, 64, 2, 8), Plan(kind, 64, 64, 2, 4))]  # untuned: of smaller multiprocessors
+            if kind == "descriptor":
+                # Of FlashAttention-2 at 4096 keys, H200 bf16: D = 128 1.25 to 1.29, 64 1.32 causal and 1.16 full
+                keys = Plan(kind, 64 if block_d == 128 else 128, 64, 2, 4)
+                plans += [(Plan(kind, 128, 64, 3, 8), keys)]
+            plans += [(Plan(kind, 128, 64, 2, 8), Plan(kind, 64, 64, 2, 4))]  # untuned
         plans += [(Plan(kind, 64, 64, 2, 8), Plan(kind, 64, 64, 2, 8))]  # untuned: 8 warps share the registers
         plans += [(Plan("pointer", 64, 32, stages, 8), Plan("pointer", 32, 64, stages, 8)) for stages in (2, 1)]
     plans += [(Plan("pointer", 32, 32, 1, 8),) * 2, (Plan("pointer", 16, 16, 1, 4),) * 2]  # untuned
