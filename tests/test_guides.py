@@ -73,7 +73,7 @@ def errors(device):
     environment = {**os.environ, "OMP_NUM_THREADS": "1", **({"TRITON_INTERPRET": "1"} if device.type == "cpu" else {})}
     given = json.dumps([device.type, {guide.stem: blocks(guide) for guide in GUIDES}])
     command = [sys.executable, "-c", PROGRAM, str(ROOT / "tools")]
-    done = subprocess.run(command, input=given, env=environment, capture_output=True, text=True)
+    done = subprocess.run(command, input=given, env=environment, cwd=ROOT, capture_output=True, text=True)
     assert "ERRORS" in done.stdout, done.stdout + done.stderr
     return json.loads(done.stdout.rpartition("ERRORS")[2])
 

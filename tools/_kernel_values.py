@@ -119,7 +119,7 @@ class Source:
 
 
 def configs_of(function):
-    """(list of Config calls or None, key node) of an autotuned function; None where it is not."""
+    """(decorator, configs, key) of an autotuned function; None where it is not."""
     for decorator in function.decorator_list:
         if isinstance(decorator, ast.Call) and last_name(decorator) == "autotune":
             keywords = {k.arg: k.value for k in decorator.keywords}
