@@ -10,6 +10,7 @@ import inspect
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -557,6 +558,49 @@ def test_workers_after_fork(kernel, device):
     loader = torch.utils.data.DataLoader(data, num_workers=2, multiprocessing_context="fork")
     for i, batch in enumerate(loader):
         torch.testing.assert_close(batch[0], data[i])
+
+
+SHARDED = ["softmax", "rms_norm", "swiglu"] + PROOF * ["layer_norm", "silu", "apply_rotary_pos_emb", "linear"]
+
+
+def run_sharded(rank, rendezvous, tests):
+    """Operands of the first one's shape are sharded on a dimension, others are on every rank."""
+    import torch.distributed as dist
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor, init_device_mesh
+
+    sys.path.insert(0, tests)
+    from kernels import get_kernel
+
+    dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=2)
+    mesh = init_device_mesh("cpu", (2,))
+    repo_id, version = os.environ["PORTABLE_KERNELS_TESTED"].split("@")
+    kernel = get_kernel(repo_id, version=int(version))
+    for name in SHARDED:
+        call = Call(kernel, name, torch.device("cpu"))
+        shape = call.given[call.names[0]].shape
+        expected = (*call.of(*(tensors := call.inputs())), *call.gradients(tensors))
+        for dim in (0, len(shape) - 1):
+            there = [
+                distribute_tensor(t.detach(), mesh, [Shard(dim) if t.shape == shape else Replicate()]).requires_grad_()
+                for t in tensors
+            ]
+            try:
+                results = call.of(*there)
+                given = [distribute_tensor(g, mesh, [Replicate()]) for g in into(call.of(*tensors))]
+                found = (*results, *torch.autograd.grad(results, there, given))
+            except (NotImplementedError, RuntimeError):  # refused with words
+                assert dim, f"{name}: refused"
+                continue
+            close([t.full_tensor() for t in found], expected)
+            assert dim or results[0].placements == (Shard(0),), f"{name}: not sharded any more"
+    dist.destroy_process_group()
+
+
+def test_sharded(device, tmp_path):
+    """Values of DTensors on two processes; what is sharded on its rows stays so."""
+    if device.type != "cpu" or not torch.distributed.is_available():
+        pytest.skip("two processes of the CPU")
+    torch.multiprocessing.spawn(run_sharded, (str(tmp_path / "rendezvous"), str(Path(__file__).parent)), nprocs=2)
 
 
 # On a GPU

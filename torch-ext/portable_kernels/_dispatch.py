@@ -5,6 +5,7 @@ compilers, tracers, modes and transforms. `differentiable` gives an op both, wit
 """
 
 import functools
+import sys
 
 import torch
 
@@ -48,6 +49,23 @@ def is_plain(args):
         ):
             return False
     return True
+
+
+def _is_sharded(args):
+    """Whether there is a DTensor among them."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and any(isinstance(t, module.DTensor) for t in args)
+
+
+def _of_shards(op, reference, args):
+    """By the formula, whose operations PyTorch knows how to shard."""
+    try:
+        return _as_given(reference, args)
+    except Exception as error:
+        raise NotImplementedError(
+            f"{op._qualname.split('::')[1]}: DTensors must be placed so that PyTorch can shard its formula, "
+            "or be given as .to_local() or .full_tensor()"
+        ) from error
 
 
 def autocast_dtype(x):
@@ -97,7 +115,9 @@ def differentiable(op, reference, setup_context=None, backward=None, *, like=Non
 
     @replayed
     def forward(*args):
-        return direct(*args) if is_plain(args) else registered(*args)
+        if is_plain(args):
+            return direct(*args)
+        return _of_shards(op, reference, args) if _is_sharded(args) else registered(*args)
 
     def function_of(forward):
         function = type(
