@@ -43,9 +43,15 @@ NOT_HERE = {
 # Why an error may pass PyTorch's by more than an ulp: (path, op, dtype, inputs, part; "" is any), the first that fits.
 SOFTMAX = "attention|attn|distillation|softmax|cross_entropy|log_probs"
 REASONS = (
-    ("interpreter", "", "bfloat16", "denormal", "", "the interpreter drops bits of subnormal bfloat16, also in relu"),
     ("", "topk_softmax", "", "", "gradients", "of equal probabilities another is chosen"),
-    ("cpu|interpreter", "sum|mean|var|std", "", "", "", "PyTorch's CPU sums in float64, or pairwise"),
+    (
+        "cpu|interpreter",
+        r"reductions\.(cum)?(sum|mean|var|std)",
+        "",
+        "",
+        "",
+        "PyTorch's CPU sums in float64, or pairwise",
+    ),
     ("cpu", "modulated|gated", "", "huge", "gradients", "PyTorch's autograd cubes a reciprocal, which underflows"),
     ("", "", "", "denormal", "", "every rounding is of the smallest number there is"),
     ("", SOFTMAX, "", "", "gradients", "probabilities all but 0 and 1: what is left of terms that cancel"),
@@ -118,6 +124,8 @@ def measure(kernel, device, path, names, say, compiles=True):
                 torch._dynamo.reset()
                 compiled = torch.compile(TORCHS[name], dynamic=False)
             for inputs in INPUTS:
+                if (path, dtype, inputs) == ("interpreter", "bfloat16", "denormal"):
+                    continue  # the interpreter drops bits of subnormal bfloat16
                 torch.manual_seed(0)
                 given = given_of(name, inputs, dtype, device, SIZES[path])
                 wide = {k: v.double() if torch.is_tensor(v) and v.is_floating_point() else v for k, v in given.items()}
@@ -183,12 +191,13 @@ def page():
         "Written by `tools/accuracy.py` from `benchmarks/results/accuracy_*.json`.", "", *parts, "",
         f"Inputs: {', '.join(INPUTS)}. A cell is the largest error over all of them, and the mean in brackets: of the "
         "package / of PyTorch / of torch.compile on a GPU. Not here: "
-        + ", ".join(f"`{n}` ({why})" for n, why in NOT_HERE.items()) + ".", "",
+        + ", ".join(f"`{n}` ({why})" for n, why in NOT_HERE.items())
+        + "; subnormal bfloat16 in the interpreter, which drops bits of it.", "",
     ]  # fmt: skip
     broken = {}
     for file in sorted(RESULTS.glob("accuracy_*.json")):
         found = json.loads(file.read_text())
-        kept = [r for r in found["rows"]]
+        kept = found["rows"]
         heads = [f"{d}, {what}" for d in DTYPES for what in ("results", "gradients")]
         lines += [f"## {found['path']}", "", f"PyTorch {found['torch']}, Triton {found['triton']}.", ""]
         lines += ["| op | " + " | ".join(heads) + " |", "|---|" + "---|" * len(heads)]
