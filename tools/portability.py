@@ -262,7 +262,7 @@ def page(found, others=""):
 Written by `python tools/portability.py`, whose docstring says how, with Triton {triton.__version__}: no GPU was there.
 Numbers are of kernels that compile and fit; `spills` is the most that one of them spills (bytes on NVIDIA, registers on
 AMD). sm75 has no bfloat16, and is compiled for float16 in its place; Triton uses none of its matrix instructions. A
-kernel of two ops counts once.
+kernel of two ops counts once. Intel GPUs are missing: the `triton` package compiles for NVIDIA and AMD alone.
 
 | op | {" | ".join(found)} |
 |---|{"---|" * len(found)}
