@@ -94,7 +94,7 @@ def test_the_package_imports_itself_by_name(tmp_path):
 
 
 def test_every_rule_is_planted():
-    at_compile_time = {"does-not-compile"}
+    at_compile_time = {"does-not-compile"}  # below
     assert {rule for rule, *_ in PLANTED} | {"absolute-self-import"} | at_compile_time == set(RULES)
 
 
@@ -137,10 +137,12 @@ def test_command_line(tmp_path):
 def test_a_call_is_compiled_for_targets_that_are_not_there(tmp_path):
     pytest.importorskip("triton")
     file = tmp_path / "kernel.py"
-    file.write_text(
-        HEAD + ADD.replace("BLOCK_SIZE=1024)\n", "BLOCK_SIZE=1024, num_warps=WARPS)\n") + "\n\nWARPS = 2**5\n"
-    )
-    command = [sys.executable, ROOT / "tools" / "lint_kernel.py", file, "--call", "add(torch.ones(9), torch.ones(9))"]
-    done = subprocess.run([*command, "--targets", "sm90", "gfx942"], capture_output=True, text=True)
-    assert done.returncode == 1 and "1 finding\n" in done.stdout, done.stdout + done.stderr
+    wide = ADD.replace("BLOCK_SIZE=1024)\n", "BLOCK_SIZE=1024, num_warps=WARPS)\n")
+    refused = ADD.replace("add", "sub").replace("x + y", "tl.no_such_function(x)")
+    file.write_text(HEAD + wide + refused + "\n\nWARPS = 2**5\n")
+    command = [sys.executable, ROOT / "tools" / "lint_kernel.py", file, "--targets", "sm90", "gfx942"]
+    command += ["--call", "add(torch.ones(9), torch.ones(9)), sub(torch.ones(9), torch.ones(9))"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 1 and "3 findings\n" in done.stdout, done.stdout + done.stderr
     assert "too-many-warps" in done.stdout and "gfx942: 32 warps of 64 threads" in done.stdout
+    assert done.stdout.count(": does-not-compile: ") == 2 and "no_such_function" in done.stdout
