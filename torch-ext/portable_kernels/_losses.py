@@ -5,7 +5,7 @@ from typing import NamedTuple
 import torch
 
 from . import _checks
-from ._rows import collapse, rows
+from ._rows import collapse, rows, warps
 from ._triton import next_power_of_2
 
 REDUCTIONS = ("none", "mean", "sum")
@@ -31,7 +31,7 @@ def plan(layout, max_warps, width=4096, each=16):
         BLOCK_M = 2048 // max(BLOCK_N, 32)
     else:
         BLOCK_M, BLOCK_N = 1, min(BLOCK_N, width)
-    return Tiles(BLOCK_M, BLOCK_N, min(max(BLOCK_M * BLOCK_N // (32 * each), 1), 16, max_warps))
+    return Tiles(BLOCK_M, BLOCK_N, warps(min(max(BLOCK_M * BLOCK_N // (32 * each), 1), 16), max_warps))
 
 
 def loss_rows(dim, whole, per_row):
