@@ -27,12 +27,12 @@ class Plan(NamedTuple):
 def plan(layer, N):
     """Shares of a copy that reads and writes each tensor once, H200 bf16."""
     if not layer:
-        return Plan(2048, 4, 2, 6, 168)  # 0.81 at 32768, 0.73 at 65536, 0.75 at 131072; in two kernels 0.58
-    if N <= 32768:  # 0.64 at 16384, 0.59 at 32768; in two kernels 0.54
+        return Plan(2048, 4, 2, 6, 168)  # 0.83 at 32768, 0.75 at 65536, 0.76 at 131072; in two kernels 0.58
+    if N <= 32768:  # 0.64 at 16384, 0.60 at 32768; in two kernels 0.54
         return Plan(1024, 4, 1, 8, 255)
     if N <= 65536:  # 0.58
         return Plan(1024, 4, 2, 8, 128)
-    return Plan(2048, 4, 2, 4, 255)  # 0.57 at 131072
+    return Plan(2048, 4, 2, 4, 255)  # 0.55 at 131072; at 262144 0.48
 
 
 @triton.jit

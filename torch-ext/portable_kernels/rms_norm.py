@@ -99,9 +99,9 @@ def _plan(N, max_warps):
     BLOCK_N = next_power_of_2(N)
     if BLOCK_N <= 8192:
         return plan_forward(N, max_warps)
-    if BLOCK_N <= 65536:  # two tiles, the second reading from L1 or L2: 0.92 at 16384, 0.90 at 32768, 0.76 at 65536
+    if BLOCK_N <= 65536:  # two tiles, the second reading from L1 or L2: 0.94 at 16384, 0.89 at 32768, 0.85 at 65536
         return Plan(1, BLOCK_N // 2, False, warps(BLOCK_N // 2048, max_warps))
-    return Plan(1, 32768, False, warps(32, max_warps))  # 0.66 at 131072, 0.63 at 262144, before it loaded ahead
+    return Plan(1, 32768, False, warps(32, max_warps))  # 0.83 at 131072, 0.70 at 262144
 
 
 @triton.jit

@@ -61,18 +61,18 @@ def _plan(N, max_warps):
     BLOCK_N = next_power_of_2(N)
     if BLOCK_N <= 8192:  # 0.97 at 4096 and 8192
         return plan_forward(N, max_warps)
-    if BLOCK_N <= 32768:  # the second reading comes from L1: 0.96 at 16384, 0.92 at 32768; in registers 0.92 at 16384
+    if BLOCK_N <= 32768:  # the second reading comes from L1: 0.97 at 16384, 0.94 at 32768; in registers 0.92 at 16384
         return Plan(1, 8192, False, warps(16, max_warps))
     if BLOCK_N <= 65536:  # from L2, for which the rows under way must be few: 0.90
         return Plan(1, 16384, False, warps(32, max_warps))
-    return Plan(1, 32768, False, warps(32, max_warps))  # 0.83 at 131072, 0.70 at 262144
+    return Plan(1, 32768, False, warps(32, max_warps))  # 0.84 at 131072, 0.72 at 262144
 
 
 @functools.lru_cache(4096)
 def _plan_bwd(N, max_warps):
     if next_power_of_2(N) <= 32768:  # 1.03 of a copy up to 8192, 0.98 at 16384, 1.00 at 32768, H200 bf16
         return plan_forward(N, max_warps)
-    return Plan(1, 32768, False, warps(32, max_warps))  # 0.86 at 65536, 0.67 at 131072, 0.62 at 262144
+    return Plan(1, 32768, False, warps(32, max_warps))  # 0.88 at 65536, 0.68 at 131072, 0.63 at 262144
 
 
 @triton.jit
