@@ -27,7 +27,11 @@ PLOTTED = (
 
 def load(name):
     path = RESULTS / f"nvidia_h200_{name}.json"
-    return json.loads(path.read_text()) if path.exists() else None
+    found = json.loads(path.read_text()) if path.exists() else None
+    if name == "sweep":
+        calm = [r for r in found["rows"] if r["p80"] <= 1.5 * r["p20"]]  # else the device waited for the host
+        found["disturbed"], found["rows"] = len(found["rows"]) - len(calm), calm
+    return found
 
 
 def grouped(rows):
@@ -68,7 +72,8 @@ def measured(sweep, flops):
     memory = any("peak_mib" in r for r in rows)
     for (op, case, direction), ways in grouped(rows).items():
         ours = ways.get(OURS)
-        cells = [f"`{op}`", case, direction, f"{speed(ours):.0f}" if ours else "wrong or refused"]
+        before = " †" if any("commit" in w for w in ways.values()) else ""
+        cells = [f"`{op}`{before}", case, direction, f"{speed(ours):.0f}" if ours else ""]
         if not flops:
             cells.append(f"{ours['of_copy']:.2f}" if ours else "")
         cells += [f"{speed(ways[n]):.0f}" if n in ways else "" for n in ("torch", *others)]
@@ -120,10 +125,10 @@ def models(found):
     torchs = {(r["model"], r["what"]): r["per_s"] for r in found["rows"] if r["way"] == "torch"}
     kinds, lines = list(dict.fromkeys((r["model"], r["what"]) for r in found["rows"])), []
     for r in sorted(found["rows"], key=lambda r: kinds.index((r["model"], r["what"]))):
-        theirs, off = torchs.get((r["model"], r["what"])), r.get("loss_off", r.get("off_by"))
+        theirs, off = r.get("torchs") or torchs.get((r["model"], r["what"])), r.get("loss_off", r.get("off_by"))
         cells = [f"{r['per_s']:.0f}", f"{r['per_s'] / theirs:.2f}" if theirs else ""]
         cells += [f"{r['peak_mib']:.0f}" if "peak_mib" in r else "", f"{off:.1e}" if off is not None else ""]
-        lines.append(line([r["model"], r["what"], r["way"], *cells]))
+        lines.append(line([r["model"], r["what"], r["way"] + " †" * ("commit" in r), *cells]))
     return table(["model", "what", "way", "tokens or sentences per second", "of torch's", "peak MiB", "off"], lines)
 
 
@@ -144,6 +149,12 @@ def of(record):
         f"One {record['device']}, torch {record['torch']}, Triton {record['triton']}, {record['date']}, "
         f"commit {record['commit']}"
     )
+
+
+def earlier(rows):
+    """What the mark of rows of an earlier commit means."""
+    commits = sorted({r["commit"] for r in rows if "commit" in r})
+    return "".join(f"† Measured at commit {c}, and not since, for want of time on the device.\n" for c in commits)
 
 
 def pictures(sweep):
@@ -181,7 +192,7 @@ The decoder is shaped like Llama 3.2 1B, with random weights; a step is forward,
 {size["batch"]} x {size["tokens"]} tokens. The encoder is shaped like all-MiniLM-L6-v2. "Off" is the largest difference
 from PyTorch's loss in {size["steps"]} steps from the same weights on the same text, and else the norm of the difference
 from its result over the norm of that.{failed}
-
+{earlier(whole["rows"])}
 ![Speed and memory of whole models](plots/models.png)
 
 {models(whole)}
@@ -192,7 +203,9 @@ from its result over the norm of that.{failed}
 Written by `python benchmarks/report.py` from `benchmarks/results/`; measured by `python benchmarks/sweep.py`, whose
 docstring says how. {of(sweep)}, bfloat16.
 A device copy of 2^27 elements runs at {ceiling["copy_gbps"]:.0f} GB/s, and a product of 4096 x 4096 matrices by the
-vendor's library at {ceiling["matmul_tflops"]:.0f} TFLOP/s. {sweep.get("note", "")}
+vendor's library at {ceiling["matmul_tflops"]:.0f} TFLOP/s. A cell is empty where a way was not there, refused or was
+wrong, and where the device waited for the host (80th percentile over 1.5 times the 20th: {sweep["disturbed"]} times).
+{earlier(sweep["rows"])}
 
 [performance.html](performance.html) has the same numbers to choose from, sort and plot, in one file for a browser.
 
@@ -217,7 +230,8 @@ hands the product to torch: its number is what the fastest kernel of this packag
 
 ## The host's share of a call, in microseconds
 
-On inputs so small that there is nothing else; torch's own function or composition beside it.
+On inputs so small that there is nothing else; torch's own function or composition beside it. Measured at commit
+{sweep.get("host_commit", sweep["commit"])}.
 
 {host(sweep)}
 
@@ -241,7 +255,8 @@ def short():
         both = [found.get((op, case, direction), {}) for direction in ("forward", "backward")]
         unit = "TFLOP/s" if any("tflops" in row for rows in both for row in rows.values()) else "GB/s"
         cells = [f"{speed(rows[n]):.0f}" if n in rows else "" for rows in both for n in names]
-        lines.append(line([f"`{op}`", case, unit, *cells]))
+        before = " †" * any("commit" in row for rows in both for row in rows.values())
+        lines.append(line([f"`{op}`{before}", case, unit, *cells]))
     copy, product = (sweep["ceilings"][k] for k in ("copy_gbps", "matmul_tflops"))
     ways = ["this package", "PyTorch", *others]
     header = ["op", "at", "unit", *(f"forward: {n}" for n in ways), *(f"backward: {n}" for n in ways)]
@@ -258,13 +273,14 @@ bfloat16, time on the device; a device copy runs at {copy:.0f} GB/s, a product o
                 for what in ("training step", "prefill")
             )
             cells = (step.get("per_s"), prefill.get("per_s"), step.get("peak_mib"))
-            lines.append(line([way, *("" if c is None else f"{c:.0f}" for c in cells)]))
+            before = " †" * any(r["way"] == way and "commit" in r for r in whole["rows"])
+            lines.append(line([way + before, *("" if c is None else f"{c:.0f}" for c in cells)]))
         text += f"""
 
 A decoder shaped like Llama 3.2 1B, {whole["size"]["batch"]} x {whole["size"]["tokens"]} tokens, random weights, AdamW:
 
 {table(["way", "training, tokens/s", "prefill, tokens/s", "peak MiB in training"], lines)}"""
-    return text
+    return text + ("\n\n" + earlier(sweep["rows"]).strip() if "†" in text else "")
 
 
 MARKS = re.compile("(<!-- measured -->\n).*?(\n<!-- end of measured -->)", re.DOTALL)

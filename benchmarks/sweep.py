@@ -41,6 +41,7 @@ FIRST = (
     "grouped_mm", "attention, causal",
 )  # fmt: skip
 CALLS = 1000  # of which the host's share is the mean, five times
+WARM = 10  # calls before the first that is measured: a kind of call is written down at its ninth
 PROVIDERS = ("compile", "liger", "quack", "gems", "fla", "cudnn", "flash2")
 
 
@@ -77,7 +78,8 @@ class Clock:
         """{name: (median, p20, p80)} in milliseconds."""
         took = {name: [] for name in functions}
         for function in functions.values():
-            function(), function()
+            for _ in range(WARM):
+                function()
         torch.cuda.synchronize()
         began = time.perf_counter()
         while time.perf_counter() - began < self.seconds * len(functions) or len(next(iter(took.values()))) < 7:
@@ -237,7 +239,7 @@ class Op:
                         y = tensors(way(*leaves))
                         if dy is None:
                             dy = [torch.randn_like(t) if t.dim() else torch.ones_like(t) for t in y]
-                        grads = [d.to(t.dtype) for d, t in zip(dy, y)]
+                        grads = [torch.empty_like(t).copy_(d) for d, t in zip(dy, y)]
                         if direction == "backward":
 
                             def run(y=y, grads=grads):

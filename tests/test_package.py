@@ -159,7 +159,7 @@ def test_readme_names_every_export():
     readme = (ROOT / "README.md").read_text()
     for name in exported():
         assert f"`{name}" in readme, name
-    assert len(readme.splitlines()) <= 165
+    assert len(readme.splitlines()) <= 170
 
 
 def test_import_touches_no_device_and_needs_no_triton(kernel):

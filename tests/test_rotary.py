@@ -606,7 +606,7 @@ def test_graph_capture(rotary, qk_norm_rotary, device):
     offsets = torch.tensor([2, 5], device=device)
 
     def step():
-        q, k = qk_norm_rotary(x, x[:, :1], None, None, c[:1], s[:1])
+        q, k = qk_norm_rotary(x, x[:, :1], None, None, c[None, :1], s[None, :1])
         return rotary(q, c, s, offsets=offsets), k
 
     step()
