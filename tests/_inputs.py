@@ -57,3 +57,10 @@ def relaid(t, layout):
     else:
         raise ValueError(layout)
     return t.new_full(sizes, torch.nan if t.is_floating_point() else 0)[place].copy_(t)
+
+
+def vast(size, device, folder, dtype=torch.bfloat16):
+    """Memory of which little is touched: of a GPU, or of a file that takes no room until it is written to."""
+    if device.type == "cpu":
+        return torch.from_file(str(folder / "vast"), shared=True, size=size, dtype=dtype)
+    return torch.empty(size, dtype=dtype, device=device)

@@ -1,6 +1,6 @@
 import pytest
 import torch
-from _inputs import LAYOUTS, tensor
+from _inputs import LAYOUTS, tensor, vast
 from _numerics import DTYPES, assert_close, check
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, of the NaN and inf that are meant
@@ -312,7 +312,10 @@ def test_far_rows(family, device):
     x[-100], x[-90] = 3.0, 3.0
     assert family.sum(x).item() == 6.0 and family.argmax(x).item() == 2**31 + 4900
     assert family.cumsum(x.view(torch.int16) // 16448, 0)[-1].item() == 2
-    wide = x.as_strided((2, 64), (2**31, 1))
+
+
+def test_far_strides(family, device, tmp_path):
+    wide = vast(2**31 + 64, device, tmp_path).as_strided((2, 64), (2**31, 1))
     wide.copy_(torch.randn(2, 64))
     for dim in (0, 1):
         assert torch.equal(family.var(wide, dim), family.var(wide.contiguous(), dim))
