@@ -321,11 +321,13 @@ class _Watch(TorchDispatchMode):
             text = f"({parts},)" if plain else f"{self.value(type(result))}({parts})"
         else:
             text = self.operand(result, used)
-        needed, body = set(used), []
+        needed, body, kept = set(used), [], {*used, *self.tensors}
         for made, uses, line, effects in reversed(self.lines):
             if effects or needed.intersection(made):
                 needed.update(uses)
-                body.append(line)
+                ends = sorted({*made, *uses} - kept)  # its last use: memory goes back as soon as in the call itself
+                kept.update(ends)
+                body.append(line + (f"; del {', '.join(ends)}" if ends else ""))
         body = "".join(f"    {line}\n" for line in reversed(body))
         source = f"def replay({', '.join(self.parameters)}):\n{body}    return {text}\n"
         return _written("replay", source, self.values)

@@ -20,6 +20,7 @@ from ._attention_bwd import attention_bwd
 from ._attention_chunks import backward_in_chunks, dropout_mask, forward_in_chunks
 from ._attention_fwd import attention_fwd
 from ._dispatch import autocast, autocast_dtype, differentiable, use_kernel
+from ._replay import replayed
 
 SECOND_ORDER = "refused"
 
@@ -144,6 +145,7 @@ def _backward(ctx, dout, dlse):
 _attention = differentiable(attention_fwd, forward_in_chunks, _setup_context, _backward)
 
 
+@replayed
 def flash_attn_func(
     q: Tensor,
     k: Tensor,
@@ -211,6 +213,7 @@ def flash_attn_func(
     return (out, lse, None) if return_attn_probs else out
 
 
+@replayed
 def flash_attn_varlen_func(
     q: Tensor,
     k: Tensor,
@@ -274,6 +277,7 @@ def flash_attn_varlen_func(
     return (out, lse, None) if return_attn_probs else out
 
 
+@replayed
 def scaled_dot_product_attention(
     query: Tensor,
     key: Tensor,
