@@ -17,7 +17,7 @@ _TENSORS = frozenset((torch.Tensor, torch.nn.Parameter))
 _VALUES = frozenset((int, float, bool, str, type(None), torch.dtype))
 _LISTS = frozenset((tuple, list))
 _LIMIT = 4096  # kinds of calls to one function
-_SEEN = 8  # calls of a kind before one is watched, which takes the time of about ten: sizes may never come again
+_SEEN = 32  # calls of a kind before one is watched, which takes the time of ten: sizes that a model's layers share once
 _REFUSED = object()
 
 
