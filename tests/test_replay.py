@@ -145,6 +145,57 @@ def test_a_graph_that_is_broken_is_not_repeated(replayed, device):
     assert not any(f(x).requires_grad for _ in range(3)) and len(f.calls) == 3
 
 
+def test_a_graph_where_gradients_are_off(replayed, device):
+    def function(x):
+        with torch.enable_grad():
+            return x * 2
+
+    f, x = replayed(function), torch.randn(3, device=device, requires_grad=True)
+    with torch.no_grad():
+        assert all(f(x).requires_grad for _ in range(3))
+
+
+def test_hooks_on_saved_tensors_are_not_of_the_call(replayed, device):
+    """They see what each call saves, and what they do themselves is not done again without them."""
+    packed, noise = [], torch.zeros(3, device=device)
+
+    def pack(t):
+        packed.append(t)
+        noise.copy_(torch.empty_like(t).uniform_())
+        return torch.zeros_like(t).copy_(t)
+
+    f, x = replayed(lambda x: x.sin() * x), torch.randn(3, device=device, requires_grad=True)
+    counts = []
+    for _ in range(3):
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+            y = f(x)
+        (dx,) = torch.autograd.grad(y.sum(), x)
+        assert torch.equal(dx, x.sin() + x.cos() * x)
+        counts.append(len(packed))
+    assert counts[2] - counts[1] == counts[1] - counts[0] == counts[0] > 0 and len(f.calls) == 1
+    noise.zero_()
+    f(x)
+    assert len(packed) == counts[2] and not noise.any()
+
+
+def test_autocast_may_be_off_in_a_call(replayed, device):
+    def function(a, b):
+        with torch.autocast(a.device.type, enabled=False):
+            return a @ b
+
+    f, a = replayed(function), torch.randn(4, 4, device=device)
+    with torch.autocast(device.type, torch.bfloat16):
+        assert all(f(a, a + 1).dtype == torch.float32 for _ in range(3)) and len(f.calls) == 1
+
+
+def test_zeros_have_signs(replayed, device):
+    for f, of in ((lambda x, v: x * v, float), (lambda x, v: x * v[0], lambda v: [v])):
+        f, x = replayed(f), torch.ones(3, device=device)
+        for v in (0.0, 0.0, -0.0, -0.0, 0.0):
+            assert torch.signbit(f(x, of(v))).tolist() == [str(v) == "-0.0"] * 3
+        assert len(f.calls) == 2
+
+
 def test_one_tensor_twice(replayed, device):
     """Which of two arguments an op was given cannot be told when they are one: that is a kind of its own."""
     f = replayed(lambda a, b, c: (a - 2 * b + 3 * c, b))
@@ -163,12 +214,17 @@ def test_what_depends_on_values_is_not_repeated(replayed, device):
         lambda x: x[x > 0],
         lambda x: x * x.max().item(),
         lambda x: x * len(x.nonzero()),
+        lambda x: x * len(torch.argwhere(x > 0)),
     ]
     for function in functions:
         f = replayed(function)
         for x in (torch.ones(3, device=device), -torch.ones(3, device=device), torch.eye(3, device=device)[0]):
             assert torch.equal(f(x), function(x))
         assert len(f.calls) == 3
+        with torch.inference_mode():  # in which some ops are not taken apart
+            f = replayed(function)
+            for x in (torch.ones(3, device=device), -torch.ones(3, device=device), torch.eye(3, device=device)[0]):
+                assert torch.equal(f(x), function(x))
 
 
 def test_a_tensor_of_its_own_is_not_repeated(replayed, device):
@@ -180,6 +236,23 @@ def test_a_tensor_of_its_own_is_not_repeated(replayed, device):
     assert f(torch.zeros(3, device=device))[0] == 5
 
 
+def test_where_memory_starts_is_not_of_the_kind(replayed, device):
+    f, x = replayed(lambda x: x.as_strided((2,), (1,), x.storage_offset())), torch.arange(32.0, device=device)
+    assert all(torch.equal(f(x[n:][:4]), x[n:][:2]) for n in (0, 16, 0, 16))
+
+
+@pytest.mark.parametrize("function", [lambda x: torch.max(x, 0), lambda x: (x, (x + 1, 2)), lambda x: [x.shape[0]]])
+def test_results_are_of_the_same_types(replayed, device, function):
+    f, x = replayed(function), torch.ones(3, device=device)
+    first = function(x)
+    for _ in range(3):
+        got = f(x)
+        assert type(got) is type(first) and list(map(type, got)) == list(map(type, first))
+    if type(got) is list:
+        got.append(1)
+        assert f(x) == first
+
+
 def test_draws_anew(replayed, device):
     f = replayed(lambda x: torch.randint(2**40, (4,), device=x.device))
     x = torch.zeros(3, device=device)
@@ -187,6 +260,15 @@ def test_draws_anew(replayed, device):
     drawn = [f(x) for _ in range(3)]
     torch.manual_seed(0)
     assert all(torch.equal(t, torch.randint(2**40, (4,), device=device)) for t in drawn) and len(f.calls) == 1
+
+
+def test_draws_as_many(replayed, device):
+    f = replayed(lambda x: (torch.rand_like(x), torch.rand_like(x))[1])  # one of them is for nothing
+    x = torch.zeros(3, device=device)
+    torch.manual_seed(0)
+    drawn = [f(x) for _ in range(3)]
+    torch.manual_seed(0)
+    assert all(torch.equal(t, [torch.rand_like(x) for _ in range(2)][1]) for t in drawn) and len(f.calls) == 1
 
 
 def test_errors_are_raised_each_time(replayed, device):

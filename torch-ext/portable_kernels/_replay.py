@@ -5,6 +5,7 @@ of a kind that keeps coming is watched, and written down as a function of a few 
 kernels, ops of PyTorch. Later ones run that, which takes the host a fifth of the time.
 """
 
+import contextlib
 import functools
 
 import torch
@@ -34,6 +35,8 @@ _transforms = _probe(lambda: torch._C._are_functorch_transforms_active, True)
 _jit_tracing = _probe(lambda: torch._C._get_tracing_state, True)
 _skip_code = _probe(lambda: torch._C._dynamo.eval_frame.skip_code, None)
 _autocast = _probe(lambda: torch._C._is_any_autocast_enabled, True)
+_saving = _probe(lambda: torch._C._autograd._top_saved_tensors_default_hooks, None)
+_uncast = _probe(lambda: torch._C._DisableAutocast, contextlib.nullcontext())
 _compiling = torch.compiler.is_compiling
 
 
@@ -100,8 +103,8 @@ def _key_of(args, kwargs):
             f"learns and {t}.requires_grad",
         ]  # fmt: skip
     parts += [f"{a} is {b}" for i, a in enumerate(tensors) for b in tensors[:i]]
-    parts += [name for name, a in given if type(a) in _VALUES]
-    parts += [f"len({name}), *{name}, *map(type, {name})" for name in lists]  # types, for 1, 1.0 and True are equal
+    parts += [f"{n} or repr({n})" if type(a) is float else n for n, a in given if type(a) in _VALUES]  # 0.0 == -0.0
+    parts += [f"len({name}), *map(repr, {name})" for name in lists]  # 1, 1.0 and True are equal
     here = f"not {first}.is_cpu" if INTERPRET else f"{first}.get_device() < 0 or {first}.get_device() != current()"
     there = "".join(f" or not VALUES.issuperset(map(type, {name}))" for name in lists)
     source = f"""def key({", ".join(names)}):
@@ -137,7 +140,7 @@ def _watch(function, args, kwargs):
     watch = _Watch(args, kwargs)
     _device.watching.by = watch
     try:
-        with watch:
+        with watch.hooks(), watch:
             result = function(*args, **kwargs)
     finally:
         _device.watching.by = None
@@ -180,26 +183,30 @@ class _Watch(TorchDispatchMode):
         self.kept = list(self.tensors.values())
         self.lines = []  # (names made, names used, text, whether it has effects)
         self.roots = {}  # of a view: (name of what it is a view of, bytes from its start)
-        self.learns = torch.is_grad_enabled()
+        self.learns, self.casts = torch.is_grad_enabled(), _autocast()
         self.learning = []  # (tensor, whether gradients flow into it)
         self.values = {}
         self.refused = False
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
+        if torch.is_inference_mode_enabled() and func._can_decompose():  # elsewhere autograd has done that
+            with self:
+                return func.decompose(*args, **kwargs)
         out = func(*args, **kwargs)
         outs = out if isinstance(out, (tuple, list)) else (out,)
         if func in _OF_DTYPES:
             return out
         tags = func.tags
         given = [t for t in (*args, *kwargs.values()) if isinstance(t, torch.Tensor)]
-        learns = self.learns and any(t.requires_grad for t in given)
+        learns = any(t.requires_grad for t in given)
         if func is torch.ops.aten.detach.default and not learns and self.names.get(id(args[0]), "").startswith("_t"):
             self.names[id(out)] = self.names[id(args[0])]  # of memory made here, as torch.empty does by itself
             self.kept.append(out)
             return out
         if (
-            (learns and (func._schema.is_mutable or not torch.is_grad_enabled()))
+            (learns and ((self.learns and func._schema.is_mutable) or torch.is_grad_enabled() != self.learns))
+            or func is torch.ops.aten.as_strided.default  # counts from the start of memory
             or not all(isinstance(t, torch.Tensor) for t in outs)
             or torch.Tag.data_dependent_output in tags
             or torch.Tag.dynamic_output_shape in tags
@@ -215,8 +222,8 @@ class _Watch(TorchDispatchMode):
             if func.is_view and made and len(outs) == 1 and given[0].dtype == out.dtype:
                 root, offset = self.roots.get(self.names[id(given[0])], (self.names[id(given[0])], 0))
                 self.roots[made[0]] = (root, offset + out.data_ptr() - given[0].data_ptr())
-            self.note(out, used, text, func._schema.is_mutable or not made)
-            learns = learns and func is not torch.ops.aten.detach.default
+            self.note(out, used, text, func._schema.is_mutable or torch.Tag.nondeterministic_seeded in tags or not made)
+            learns = learns and self.learns and func is not torch.ops.aten.detach.default
             self.learning += [(t, learns and t.is_floating_point()) for t in outs if self.names[id(t)] in made]
         except _Unknown:
             self.refused = True
@@ -227,14 +234,12 @@ class _Watch(TorchDispatchMode):
 
         known: gives the quickest way to apply it, once it was applied.
         """
-        _device.watching.by = None
+        with self.unwatched():
+            out = apply(*args)
+            apply = known(*args)
         try:
-            with _disable_current_modes():
-                out = apply(*args)
-                apply = known(*args)
-        finally:
-            _device.watching.by = self
-        try:
+            if not self.learns:
+                raise _Unknown
             used = []
             text = f"{self.value(apply)}({self.arguments(args, {}, used)})"
             for t in out if isinstance(out, tuple) else (out,):
@@ -243,6 +248,23 @@ class _Watch(TorchDispatchMode):
         except _Unknown:
             self.refused = True
         return out
+
+    @contextlib.contextmanager
+    def unwatched(self):
+        _device.watching.by = None
+        try:
+            with _disable_current_modes():
+                yield
+        finally:
+            _device.watching.by = self
+
+    def hooks(self):
+        """What keeps hooks on saved tensors, which repeats call anew, from being written down."""
+        found = _saving(True)
+        if found is None:
+            return contextlib.nullcontext()
+        pack, unpack = found
+        return torch.autograd.graph.saved_tensors_hooks(self.unwatched()(pack), unpack)
 
     def note(self, out, used, text, effects):
         several = isinstance(out, (tuple, list))
@@ -314,10 +336,14 @@ class _Watch(TorchDispatchMode):
         """The function of the call's tensors that does the same."""
         if self.refused or (self.learns and any(t.requires_grad != learns for t, learns in self.learning)):  # detach_
             raise _Unknown
-        used = []
-        if isinstance(result, tuple):
+        used, several = [], isinstance(result, tuple)
+        if not all(isinstance(r, torch.Tensor) or type(r) in _VALUES for r in (result if several else (result,))):
+            raise _Unknown
+        if several:
             parts = ", ".join(self.operand(r, used) for r in result)
             plain = type(result) is tuple
+            if not plain and not hasattr(result, "_fields"):
+                raise _Unknown
             text = f"({parts},)" if plain else f"{self.value(type(result))}({parts})"
         else:
             text = self.operand(result, used)
@@ -328,6 +354,8 @@ class _Watch(TorchDispatchMode):
                 ends = sorted({*made, *uses} - kept)  # its last use: memory goes back as soon as in the call itself
                 kept.update(ends)
                 body.append(line + (f"; del {', '.join(ends)}" if ends else ""))
-        body = "".join(f"    {line}\n" for line in reversed(body))
-        source = f"def replay({', '.join(self.parameters)}):\n{body}    return {text}\n"
+        body = [*reversed(body), f"return {text}"]
+        if self.casts:  # what autocast casts is cast by now
+            body = [f"with {self.value(_uncast)}():", *(f"    {line}" for line in body)]
+        source = f"def replay({', '.join(self.parameters)}):\n" + "".join(f"    {line}\n" for line in body)
         return _written("replay", source, self.values)
