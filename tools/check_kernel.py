@@ -34,7 +34,7 @@ LOOKS_LIKE = {
     "tail": "what lies beyond one block is not computed: the block does not cover the row",
     "everywhere": "the formula itself, or another order of arguments",
     "half": "sums or products below float32, or a result rounded more than once",
-    "bfloat16": "a rounding that cuts off: store through a conversion that rounds to nearest even",
+    "bfloat16": "arithmetic on what was loaded, or a rounding that cuts off: float32 first, rounded where stored",
     "strides": "offsets that take rows or columns to be contiguous: pass strides, or make it contiguous in the wrapper",
     "unwritten": "memory that no program writes: a store's mask or the grid leaves it out",
     "written": "it writes to its caller's tensors: write to a new one, or declare it",
