@@ -184,7 +184,7 @@ torch.compile keep on disk. Other processes compiled at the same time.
 """
     if whole:
         size = whole["size"]
-        failed = "".join(f"\nNot measured: {f}." for f in whole["failed"])
+        failed = "".join(f"\nNot measured at this commit: {f}." for f in whole["failed"])
         end_to_end = f"""## Whole models
 
 `python benchmarks/end_to_end.py`. {of(whole)}, transformers {whole["transformers"]}, Liger {whole["liger"]}, bfloat16.

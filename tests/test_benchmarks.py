@@ -359,7 +359,7 @@ def test_report_of_whole_models(script, monkeypatch, tmp_path):
     for kept, first in ((rows, "| 3000 | 3.00 | 20 | 1.0e-02 |"), (rows[2:], "| 3000 |  | 20 | 1.0e-02 |")):
         found["rows"] = kept
         assert "| decoder | training step | portable-kernels " + first in report.page()
-        assert "Not measured: decoder, torch: died." in report.page()
+        assert "Not measured at this commit: decoder, torch: died." in report.page()
         assert "| portable-kernels | 3000 | 3000 | 20 |" in report.short()
         assert '"way":"torch.compile"' in report.html()
         script("plots").models(found, tmp_path / "models.png")
