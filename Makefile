@@ -9,7 +9,7 @@ IN_VENV = $(VENV)/bin/python
 .DEFAULT_GOAL = help
 
 help: ## List what can be made.
-	@sed -n 's/^\([a-z-]*\):[^#]*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 10
+	@sed -n 's/^\([a-z-]*\):[^#]*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 13
 
 demo: export LOCAL_KERNELS ?= org/portable-kernels=$(CURDIR)/build
 demo: build ## Load the package and hold every op, then a sentence-embedding model and a small Llama, against PyTorch.

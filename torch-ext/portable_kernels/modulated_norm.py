@@ -325,7 +325,7 @@ def modulated_rms_norm(
 
     y = s * rsqrt(mean(s^2) + eps) * weight * (1 + scale) + shift,   s = x or residual + gate * x
 
-    Arguments, results and errors as in `modulated_layer_norm`.
+    Arguments, results, errors, numerics and derivatives as in `modulated_layer_norm`.
     """
     return _public_checked("modulated_rms_norm", x, scale, shift, eps, weight, residual, gate, False)
 
