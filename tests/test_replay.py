@@ -3,6 +3,7 @@
 import inspect
 import threading
 
+import numpy
 import pytest
 import torch
 
@@ -376,6 +377,13 @@ def test_kinds_are_forgotten(replayed, internals, device, monkeypatch):
 def test_signatures_are_those_of_the_functions(kernel):
     assert list(inspect.signature(kernel.rms_norm).parameters)[:3] == ["x", "weight", "eps"]
     assert kernel.rms_norm.__name__ == "rms_norm" and kernel.rms_norm.__doc__
+
+
+def test_numbers_of_numpy(kernel, device, recwarn):
+    """They have no kind of their own, and are numbers like others."""
+    x, eps = torch.randn(4, 6, device=device), numpy.float32(0.5)
+    assert all(torch.equal(kernel.rms_norm(x, None, eps), kernel.rms_norm(x, None, 0.5)) for _ in range(3))
+    assert not [w for w in recwarn if issubclass(w.category, RuntimeWarning)]
 
 
 def test_public_functions_repeat(kernel, device, on_kernels, internals, monkeypatch):

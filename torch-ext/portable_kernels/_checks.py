@@ -56,8 +56,10 @@ def number(op, name, value, low=None, optional=False):
         return
     if isinstance(value, bool) or not isinstance(value, (int, float, numbers.Real)):
         raise TypeError(f"{op}: {name} must be a number{' or None' if optional else ''}, got {type(value).__name__}")
-    if abs(value) > 1.7976931348623157e308 and value not in (float("inf"), -float("inf")):
-        raise ValueError(f"{op}: {name} must be in the range of float64, got a larger number")
+    try:
+        float(value)
+    except OverflowError:
+        raise ValueError(f"{op}: {name} must be in the range of float64, got a larger number") from None
     if isinstance(value, int):
         _fits(op, name, value)
     if low is not None and not value >= low:
