@@ -279,6 +279,15 @@ def test_direct_launch_is_the_op(kernel, family, math, device, on_kernels):
         assert torch.equal(*grads)
 
 
+def test_compile_of_many(kernel, device):
+    """Functions compiled by themselves, more than torch.compile would recompile one function."""
+    x = torch.randn(5, 6, device=device)
+    names = "relu silu gelu sigmoid tanh softplus mish hardswish quick_gelu relu_squared"
+    for name in names.split():
+        function = getattr(kernel, name)
+        assert torch.equal(torch.compile(function, backend="eager", fullgraph=True)(x), function(x))
+
+
 def test_compile(kernel, device):
     def step(x):
         y = kernel.gelu(kernel.silu(x * 2), approximate="tanh") + kernel.softplus(x.t(), beta=0.5).t()

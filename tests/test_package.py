@@ -97,8 +97,10 @@ def test_imports():
                 continue
             for module in modules:
                 top = module.split(".")[0]
-                allowed = top == "torch" or top in sys.stdlib_module_names or (
-                    top == "triton" and path.stem in ("_triton", "_gluon")
+                allowed = (
+                    top == "torch"
+                    or top in sys.stdlib_module_names
+                    or (top == "triton" and path.stem in ("_triton", "_gluon"))
                 )
                 assert allowed, f"{path.name} imports {module}"
 

@@ -85,6 +85,8 @@ def replayed(function):
         return None if found is _REFUSED or type(found) is int else found
 
     call.find = find
+    # A code object of its own: torch.compile counts recompilations by it, and would give up after eight functions.
+    call.__code__ = call.__code__.replace(co_name=function.__name__)
     return call
 
 
