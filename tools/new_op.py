@@ -35,9 +35,14 @@ def insert(path, lines, before):
     return [f"{path.name}:{place + 1}: {line.strip()}" for line in lines]
 
 
+def template(kind, name):
+    """The file that an op's is made from: its own, or the one that repositories of this kind have too."""
+    own = TEMPLATES / "op" / kind / name
+    return own if own.exists() else next((TEMPLATES / "repository" / kind).rglob(name))
+
+
 def add(root, op, kind):
     """What was written, one line each."""
-    names = op_names(op, (TEMPLATES / "op" / kind).glob("*.py"))
     package = root / "torch-ext" / "portable_kernels"
     files = {
         "my_op.py": package / f"{op}.py",
@@ -47,9 +52,10 @@ def add(root, op, kind):
     for target in files.values():
         if target.exists():
             raise SystemExit(f"{target} is there already")
-    for source, target in files.items():
-        text = (TEMPLATES / "op" / kind / source).read_text(encoding="utf-8")
-        target.write_text(renamed(text, names), encoding="utf-8")
+    sources = {template(kind, name): target for name, target in files.items()}
+    names = op_names(op, sources)
+    for source, target in sources.items():
+        target.write_text(renamed(source.read_text(encoding="utf-8"), names), encoding="utf-8")
     written = [f"new: {path.relative_to(root)}" for path in files.values()]
 
     def later(line):  # imports are sorted by module
