@@ -1,29 +1,37 @@
 #!/usr/bin/env python3
 """Break kernels on purpose, one place at a time, and see whether the tests notice.
 
-    python tools/mutate.py                     the first place of each fault in each file: two hours
+    python tools/mutate.py                     the first place of each fault in each file
     python tools/mutate.py --some 20           as many of them, drawn; the same each time
     python tools/mutate.py --files softmax _norms --faults fill stride --all
+    python tools/mutate.py --json found.jsonl  what a run before found is not looked for again
 
 A fault is a kind of mistake that kernels like these have had, as an edit of one line inside a `@triton.jit` function.
-The file's tests run on a copy of the repository, in Triton's interpreter, until one fails. What no test notices is
-listed, and makes the exit status 1; EQUIVALENT says of which edits nothing can be noticed.
+The file's tests run on a copy, in Triton's interpreter, until one fails: those that differ most first. What fails must
+pass on the file as it is. What no test notices is listed, and makes the exit status 1; EQUIVALENT says of which edits
+nothing can be noticed.
 """
 
 import argparse
 import ast
+import contextlib
+import io
+import json
+import multiprocessing
 import os
 import random
 import re
 import shutil
-import subprocess
+import signal
 import sys
 import tempfile
 import time
 from collections import Counter
+from multiprocessing.connection import wait
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "tools"))
 PACKAGE = Path("torch-ext") / "portable_kernels"
 
 FAULTS = {  # name: what to find in a line, what to put there
@@ -52,7 +60,8 @@ TESTS = {  # files whose tests are not named after them
     "_activation_math": "activations", "_philox": "dropout", "_quantize": "scaled_matmul", "_fp8": "scaled_matmul",
     "_attention": "attention", "_attention_fwd": "attention", "_attention_bwd": "attention",
     "_attention_chunks": "attention", "_attention_decode": "kv_cache_attention", "_matmul_kernels": "matmul",
-    "_tiles": "matmul", "_rms_norm_quantize": "rms_norm", "_rotary_layout": "rotary",
+    "_tiles": "matmul", "_rms_norm_quantize": "rms_norm", "_rotary_layout": "rotary", "_moments": "layer_norm",
+    "_online": "softmax", "_triton": "rms_norm",
 }  # fmt: skip
 EQUIVALENT = {  # (file, text of the line): why no test can see it broken, here
     (
@@ -68,6 +77,7 @@ EQUIVALENT = {  # (file, text of the line): why no test can see it broken, here
         "u *= tl.load(w_ptr + cols, mask=mask, other=0.0).to(COMPUTE)",
     ): "the weight of a class whose gradient is not stored",
 }
+CRASHED = "the process of the tests crashed"
 
 
 def places(path):
@@ -94,18 +104,128 @@ def tests_of(stem):
     return f"tests/test_{name}.py"
 
 
-def caught_by(copy, stem, limit):
-    """The test that fails, or None."""
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "--tb=no", "-p", "no:cacheprovider", tests_of(stem)]
-    env = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    try:
-        done = subprocess.run(command, cwd=copy, env=env, capture_output=True, text=True, timeout=limit)
-    except subprocess.TimeoutExpired:
-        return "NOT ENDED"
-    if not done.returncode:
-        return None
-    failed = re.findall(r"^(?:FAILED|ERROR) \S+?::(\S+)", done.stdout, re.M)
-    return failed[0] if failed else f"the process ended with {done.returncode}"
+class Watch:
+    """A plugin of pytest: the order of tests, and those that failed."""
+
+    LAST = re.compile(r"reference_is|compile|opcheck|export|transforms|vmap|gradcheck|bad_|_plan|second_order")
+
+    def __init__(self):
+        self.failed = []
+
+    def pytest_collection_modifyitems(self, items):
+        seen, order = Counter(), {}
+        for item in items:  # a case of each test, then the second of each
+            name = item.originalname
+            order[item] = (bool(self.LAST.search(name)), seen[name])
+            seen[name] += 1
+        items.sort(key=order.get)
+
+    def pytest_runtest_logreport(self, report):
+        if report.failed:
+            self.failed.append(report.nodeid)
+
+    pytest_collectreport = pytest_runtest_logreport
+
+
+def run_tests(found, folder, kernels, tests):
+    """In a process of its own: sends the tests that failed, and how pytest ended."""
+    os.setsid()
+    nowhere = os.open(os.devnull, os.O_RDWR)
+    for stream in (0, 1, 2):
+        os.dup2(nowhere, stream)
+    os.chdir(folder)
+    os.environ["LOCAL_KERNELS"] = kernels
+    import pytest
+
+    watch = Watch()
+    stop = [] if "::" in tests[0] else ["-x"]
+    status = pytest.main(["-q", "--tb=no", "-p", "no:cacheprovider", "-p", "no:xdist", *stop, *tests], plugins=[watch])
+    found.send((watch.failed, int(status)))
+
+
+class Slots:
+    """Copies of the built package, each for one process of tests at a time."""
+
+    def __init__(self, jobs):
+        from build_local import build
+        from kernels.compat import tomllib
+
+        self.folder = Path(tempfile.mkdtemp(prefix="mutate-"))
+        (self.folder / "repository").mkdir()
+        shutil.copytree(ROOT / "tests", self.folder / "repository" / "tests", ignore=shutil.ignore_patterns("__py*"))
+        for name in ("build.toml", "pytest.ini"):
+            shutil.copy(ROOT / name, self.folder / "repository")
+        with contextlib.redirect_stdout(io.StringIO()):
+            build(ROOT, self.folder / "0")
+        for slot in range(1, jobs):
+            shutil.copytree(self.folder / "0", self.folder / str(slot))
+        self.name = tomllib.loads((ROOT / "build.toml").read_text())["general"]["hub"]["repo-id"]
+        self.free, self.running = list(range(jobs)), {}
+
+    def start(self, what, tests, stem="", text="", limit=600.0):
+        slot = self.free.pop()
+        self.write(slot, stem, text)
+        found, to = multiprocessing.Pipe(duplex=False)
+        kernels = f"{self.name}={self.folder / str(slot)}"
+        process = multiprocessing.get_context("fork").Process(
+            target=run_tests, args=(to, self.folder / "repository", kernels, tests)
+        )
+        process.start()
+        to.close()
+        self.running[process.sentinel] = (what, process, found, slot, stem, time.time(), limit)
+
+    def write(self, slot, stem, text):
+        if stem:
+            for variant in (self.folder / str(slot)).iterdir():
+                (variant / f"{stem}.py").write_text(text)
+                for old in (variant / "__pycache__").glob(f"{stem}.*"):  # of the same second and size
+                    old.unlink()
+
+    def ended(self):
+        """(what was started, the tests that failed, pytest's status or None, seconds) of those that end next."""
+        wait(list(self.running), timeout=1)
+        for sentinel, (what, process, found, slot, stem, start, limit) in list(self.running.items()):
+            late = time.time() - start > limit
+            if process.is_alive() and not late:
+                continue
+            del self.running[sentinel]
+            failed, status = [], None
+            if process.is_alive():
+                failed = None
+            elif found.poll():
+                with contextlib.suppress(EOFError):
+                    failed, status = found.recv()
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.join()
+            self.write(slot, stem, (ROOT / PACKAGE / f"{stem}.py").read_text() if stem else "")
+            self.free.append(slot)
+            yield what, failed, status, time.time() - start
+
+
+def chosen_places(options):
+    """{file:line fault: (stem, fault, line as it is, as it should not be, text of the file so)}."""
+    chosen = []
+    for path in sorted((ROOT / PACKAGE).glob("*.py")):
+        if path.stem.endswith("_sm90") or (options.files and path.stem not in options.files):
+            continue  # kernels for one GPU do not run in the interpreter
+        if not (ROOT / tests_of(path.stem)).exists():
+            continue
+        lines, seen = path.read_text().splitlines(), set()
+        for fault, number, broken in places(path):
+            if fault in options.faults and (options.all or fault not in seen):
+                seen.add(fault)
+                text = "\n".join([*lines[:number], broken, *lines[number + 1 :]]) + "\n"
+                chosen.append((f"{path.stem}:{number + 1} {fault}", (path.stem, lines[number], broken, text)))
+    if options.some:  # of every fault in turn
+        random.Random(0).shuffle(chosen)
+        turns, place = Counter(), {}
+        for name, _ in chosen:
+            fault = name.split(" ", 1)[1]
+            place[name] = turns[fault]
+            turns[fault] += 1
+        chosen = sorted(chosen, key=lambda one: place[one[0]])[: options.some]
+    return dict(chosen)
 
 
 def main():
@@ -115,46 +235,66 @@ def main():
     parser.add_argument("--all", action="store_true", help="every place of a fault in a file, not the first alone")
     parser.add_argument("--some", type=int, help="how many to draw")
     parser.add_argument("--limit", type=float, default=600, help="seconds that a file's tests may take")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="processes at once")
+    parser.add_argument("--json", type=Path, help="a line for each, appended; those that are there are not done again")
     options = parser.parse_args()
 
-    copy = Path(tempfile.mkdtemp(prefix="mutate-")) / "repository"
-    shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(".*", "build", "__pycache__", "results"))
-    chosen = []
-    for path in sorted((copy / PACKAGE).glob("*.py")):
-        if path.stem.endswith("_sm90") or (options.files and path.stem not in options.files):
-            continue  # kernels for one GPU do not run in the interpreter
-        if not (copy / tests_of(path.stem)).exists():
-            continue
-        seen = set()
-        for fault, number, broken in places(path):
-            if fault in options.faults and (options.all or fault not in seen):
-                seen.add(fault)
-                chosen.append((path, fault, number, broken))
-    if options.some:  # of every fault in turn
-        random.Random(0).shuffle(chosen)
-        turns = Counter()
-        place = {}
-        for one in chosen:
-            place[one] = turns[one[1]]
-            turns[one[1]] += 1
-        chosen = sorted(chosen, key=place.get)[: options.some]
-    survivors = []
-    for path, fault, number, broken in chosen:
-        right = path.read_text()
-        lines = right.splitlines()
-        was, lines[number] = lines[number], broken
-        path.write_text("\n".join(lines) + "\n")
-        start = time.time()
-        found = caught_by(copy, path.stem, options.limit)
-        path.write_text(right)
-        seconds = time.time() - start
-        print(f"{path.stem}:{number + 1} {fault}: {found or 'NOT NOTICED'} ({seconds:.0f} s)", flush=True)
-        if found in (None, "NOT ENDED"):
-            survivors.append(f"{path.stem}.py:{number + 1} {fault}\n  - {was.strip()}\n  + {broken.strip()}")
-    shutil.rmtree(copy.parent, ignore_errors=True)
-    print(f"\n{len(chosen)} faults, {len(survivors)} not noticed")
-    print("\n".join(survivors))
-    sys.exit(bool(survivors) or not chosen)
+    os.environ.update(TRITON_INTERPRET="1", CUDA_VISIBLE_DEVICES="", OMP_NUM_THREADS="1")
+    import kernels  # noqa: F401  once, for the processes that are forked
+    import pytest  # noqa: F401
+    import torch
+    import triton  # noqa: F401
+
+    torch.set_num_threads(1)
+    chosen = chosen_places(options)
+    results = {}  # {name: the test that noticed, or None}
+    if options.json and options.json.exists():
+        for line in options.json.read_text().splitlines():
+            was = json.loads(line)
+            if was["name"] in chosen and was["broken"] == chosen[was["name"]][2]:
+                results[was["name"]] = was["caught_by"]
+    slots = Slots(options.jobs)
+    try:
+        waiting = [name for name in chosen if name not in results]
+        while waiting or slots.running:
+            while waiting and slots.free:
+                name = waiting.pop(0)
+                stem, _, _, text = chosen[name]
+                slots.start(name, [tests_of(stem)], stem, text, options.limit)
+            for name, failed, status, seconds in slots.ended():
+                if failed:
+                    caught = failed[0].split("/")[-1]
+                elif failed is None:
+                    caught = "NOT ENDED"
+                else:
+                    caught = {0: None, None: CRASHED}.get(status, f"pytest ended with {status}")
+                results[name] = caught
+                print(f"{name}: {caught or 'NOT NOTICED'} ({seconds:.0f} s)", flush=True)
+                if options.json:
+                    with options.json.open("a") as file:
+                        one = {"name": name, "broken": chosen[name][2], "caught_by": caught, "seconds": round(seconds)}
+                        file.write(json.dumps(one) + "\n")
+        # What noticed a fault must pass without it.
+        noticed = {}
+        for name, test in results.items():
+            if test and "::" in test:
+                noticed.setdefault(tests_of(chosen[name][0]), set()).add(f"tests/{test}")
+        failing, waiting = set(), [sorted(tests) for tests in noticed.values()]
+        while waiting or slots.running:
+            while waiting and slots.free:
+                slots.start(waiting[0], waiting.pop(0))
+            for tests, failed, status, _ in slots.ended():
+                failing.update(tests if failed is None or (status and not failed) else failed)
+    finally:
+        shutil.rmtree(slots.folder, ignore_errors=True)
+    noticed = {test for tests in noticed.values() for test in tests} - failing
+    missed = [n for n, test in results.items() if test != CRASHED and f"tests/{test}" not in noticed]
+    print(f"\n{len(results)} faults, {len(missed)} not noticed")
+    for name in missed:
+        stem, was, broken, _ = chosen[name]
+        why = results[name] and (results[name] + (", without the fault too" if "::" in results[name] else ""))
+        print(f"{name}: {why or 'no test'}\n  - {was.strip()}\n  + {broken.strip()}")
+    sys.exit(bool(missed) or not results)
 
 
 if __name__ == "__main__":
