@@ -1,8 +1,10 @@
 #!/usr/bin/env python3
 """Compile every kernel that the package launches for GPUs that are not there, and read what came out.
 
-    python tools/portability.py                        the whole matrix, into docs/portability.md: about an hour
+    python tools/portability.py                        the whole matrix, into docs/portability.md
     python tools/portability.py --archs sm90 gfx942 --ops softmax linear      a part of it, printed
+    python tools/portability.py --json found.jsonl     what a run before compiled is not compiled again
+    python tools/portability.py --json found.jsonl --page                     the page, from there alone
 
 For each architecture the ops run on tensors without memory, at the sizes of benchmarks/workloads.py, with that device's
 facts; what they would launch is compiled by Triton instead. A kernel passes if it compiles, fits the device's shared
@@ -11,14 +13,18 @@ memory and threads, and multiplies tiles of 16 bits with matrix instructions. Sp
 
 import argparse
 import contextlib
+import hashlib
 import importlib.util
 import io
+import itertools
 import json
+import multiprocessing
 import os
 import re
 import subprocess
 import sys
 import tempfile
+from multiprocessing.connection import wait
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -125,8 +131,8 @@ def widest(assembly):
 MATRIX = re.compile(r"wgmma|mma\.sync|tcgen05\.mma|v_mfma|v_wmma")
 
 
-def compile_for(arch, ops, dtypes, say):
-    """One record a kernel that the ops launch on this architecture."""
+def compile_for(kernel, arch, op, dtype):
+    """One record a kernel that the op launches on this architecture."""
     import torch
     import triton
     import workloads
@@ -135,11 +141,10 @@ def compile_for(arch, ops, dtypes, say):
 
     backend, name, warp, multiprocessors, shared_memory, descriptors, tf32 = ARCHS[arch]
     triton.runtime.driver.set_active(Driver(GPUTarget(backend, name, warp)))
-    kernel = load_package()
     facts = sys.modules["portable_kernels_compiled._device"].Device
     early = descriptors
     device = facts(multiprocessors, 1024 // warp, shared_memory, arch, arch, descriptors, tf32, early)
-    records, seen, place = [], {}, {}
+    records, seen, case = [], set(), ""
 
     def launch(jitted, grid, _, args, **options):
         compiled = jitted.warmup(*args, grid=grid, **options)
@@ -156,74 +161,73 @@ def compile_for(arch, ops, dtypes, say):
         small = any(getattr(a, "dtype", None) in (torch.float16, torch.bfloat16) for a in args)
         if small and arch != "sm75" and "dot(" in jitted.src and not MATRIX.search(assembly):
             problems.append("no matrix instructions")
-        seen[compiled.hash] = True
+        seen.add(compiled.hash)
         records.append(
-            {**place, "kernel": jitted.__name__, "shared": shared, "warps": warps, "registers": registers,
-             "spilled": spilled, "bits": widest(assembly), "problems": problems}
+            {"op": op, "case": case, "dtype": dtype, "kernel": jitted.__name__, "hash": compiled.hash[:16],
+             "shared": shared, "warps": warps, "registers": registers, "spilled": spilled, "bits": widest(assembly),
+             "problems": problems}
         )  # fmt: skip
 
     pretend(device, launch)
-    workloads.DEVICE = "meta"
-    for dtype in dtypes:
-        if arch == "sm75" and dtype == "bfloat16":
-            dtype = "float16"  # which has no bfloat16: Triton refuses it there
-        workloads.DTYPE = getattr(torch, dtype)
-        for op in ops:
-            workload = workloads.WORKLOADS[op]
-            for case, shape in workload.cases.items():
-                place.update(op=op, case=case, dtype=dtype)
-                before = len(records)
-                try:
-                    leaves = [t.requires_grad_(i in workload.grads) for i, t in enumerate(workload.make(*shape))]
-                    y = workload.ours(kernel, *leaves)
-                    y = [t for t in (y if isinstance(y, tuple) else (y,)) if t.requires_grad]
-                    if y and (workload.backward or workload.backward_flops):
-                        torch.autograd.grad(y, [leaves[i] for i in workload.grads], [torch.empty_like(t) for t in y])
-                except Exception as error:
-                    said = f"{type(error).__name__}: {str(error).strip()[-200:]}"
-                    records.append({**place, "kernel": "", "problems": [said]})
-                for record in records[before:]:
-                    for problem in record["problems"]:
-                        say(f"{arch} {op} {case} {dtype} {record['kernel']}: {problem}")
+    workloads.DEVICE, workloads.DTYPE = "meta", getattr(torch, dtype)
+    workload = workloads.WORKLOADS[op]
+    for case, shape in workload.cases.items():
+        try:
+            leaves = [t.requires_grad_(i in workload.grads) for i, t in enumerate(workload.make(*shape))]
+            y = workload.ours(kernel, *leaves)
+            y = [t for t in (y if isinstance(y, tuple) else (y,)) if t.requires_grad]
+            if y and (workload.backward or workload.backward_flops):
+                torch.autograd.grad(y, [leaves[i] for i in workload.grads], [torch.empty_like(t) for t in y])
+        except Exception as error:
+            said = f"{type(error).__name__}: {str(error).strip()[-200:]}"
+            records.append({"op": op, "case": case, "dtype": dtype, "kernel": "", "problems": [said]})
     return records
 
 
-def whole(archs, ops, dtypes, jobs):
-    """{arch: records}, one process an architecture, `jobs` at once."""
-    waiting, running, found = list(archs), {}, {}
+def in_child(to, kernel, *task):
+    to.send(compile_for(kernel, *task))
+
+
+def compile_all(tasks, jobs, keep):
+    """Calls keep(task, records) as each ends, of processes forked from this one."""
+    kernel = load_package()
+    import workloads  # noqa: F401  once, for them all
+
+    fork, waiting, running = multiprocessing.get_context("fork"), list(tasks), {}
     while waiting or running:
         while waiting and len(running) < jobs:
-            arch = waiting.pop(0)
-            file = tempfile.NamedTemporaryFile(suffix=".json", delete=False)
-            command = [
-                sys.executable,
-                __file__,
-                "--one",
-                file.name,
-                "--archs",
-                arch,
-                "--ops",
-                *ops,
-                "--dtypes",
-                *dtypes,
-            ]
-            running[arch] = (subprocess.Popen(command), file.name)
-        arch = next(iter(running))
-        process, path = running.pop(arch)
-        if process.wait():
-            sys.exit(f"{arch}: the compiling process ended with {process.returncode}")
-        found[arch] = json.loads(Path(path).read_text())
-        os.unlink(path)
-        if not found[arch]:
+            task = waiting.pop()  # products and attention, which take longest, are the last of the ops
+            found, to = fork.Pipe(duplex=False)
+            process = fork.Process(target=in_child, args=(to, kernel, *task))
+            process.start()
+            to.close()
+            running[found] = task, process
+        for found in wait(list(running)):
+            task, process = running.pop(found)
+            try:
+                records = found.recv()
+            except EOFError:
+                process.join()
+                sys.exit(f"{' '.join(task)}: the compiling process ended with {process.exitcode}")
+            process.join()
+            keep(task, records)
+
+
+def merged(found, archs):
+    """{arch: records}: a kernel counts once, at the first op that launches it."""
+    by_arch = {}
+    for arch in archs:
+        seen = set()
+        by_arch[arch] = [
+            r for task, records in found.items() if task[0] == arch for r in records
+            if not r["kernel"] or not (r["hash"] in seen or seen.add(r["hash"]))
+        ]  # fmt: skip
+        if not by_arch[arch]:
             sys.exit(f"{arch}: nothing was launched")
-        problems = sum(bool(r["problems"]) for r in found[arch])
-        print(f"{arch}: {len(found[arch])} kernels, {problems} with problems", flush=True)
-    return found
+    return by_arch
 
 
-def page(found, others=""):
-    import triton
-
+def page(found, version):
     ops = list(dict.fromkeys(r["op"] for records in found.values() for r in records))
     lines = []
     for op in ops:
@@ -259,7 +263,7 @@ def page(found, others=""):
     nothing = "None."
     return f"""# Portability
 
-Written by `python tools/portability.py`, whose docstring says how, with Triton {triton.__version__}: no GPU was there.
+Written by `python tools/portability.py`, whose docstring says how, with Triton {version}: no GPU was there.
 Numbers are of kernels that compile and fit; `spills` is the most that one of them spills (bytes on NVIDIA, registers on
 AMD). sm75 has no bfloat16, and is compiled for float16 in its place; Triton uses none of its matrix instructions. A
 kernel of two ops counts once. Intel GPUs are missing: the `triton` package compiles for NVIDIA and AMD alone.
@@ -283,7 +287,7 @@ The most of any case, in bytes on NVIDIA and registers on AMD. sm75 multiplies t
 In some case, at the widest: operands that are read where they lie, and buffers of few numbers.
 
 {chr(10).join(narrow) or nothing}
-{others}"""
+"""
 
 
 def main():
@@ -291,23 +295,58 @@ def main():
     parser.add_argument("--archs", nargs="*", default=list(ARCHS), choices=list(ARCHS))
     parser.add_argument("--ops", nargs="*", help="of benchmarks/workloads.py")
     parser.add_argument("--dtypes", nargs="*", default=["bfloat16", "float32"])
-    parser.add_argument("--jobs", type=int, default=os.cpu_count())
-    parser.add_argument("--one", help=argparse.SUPPRESS)
+    parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="processes at once")
+    parser.add_argument("--json", type=Path, help="a line for each op, appended; those that are there are not compiled")
+    parser.add_argument("--page", action="store_true", help="compile nothing: write what --json has")
     options = parser.parse_args()
+    os.environ.update(CUDA_VISIBLE_DEVICES="", OMP_NUM_THREADS="1")
+    import triton
     from workloads import WORKLOADS
 
     ops = options.ops or list(WORKLOADS)
     if unknown := set(ops) - set(WORKLOADS):
         parser.error(f"no such ops: {', '.join(sorted(unknown))}")
-    if options.one:
-        records = compile_for(options.archs[0], ops, options.dtypes, lambda text: print("  " + text, flush=True))
-        Path(options.one).write_text(json.dumps(records))
-        return
-    found = whole(options.archs, ops, options.dtypes, options.jobs)
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        parser.error("nothing is compiled in the interpreter")
+    # sm75 has no bfloat16: Triton refuses it there.
+    tasks = {
+        (arch, op, "float16" if arch == "sm75" and dtype == "bfloat16" else dtype): None
+        for arch, dtype, op in itertools.product(options.archs, options.dtypes, ops)
+    }
+    sources = hashlib.sha256()
+    for path in sorted([*(ROOT / "torch-ext").rglob("*.py"), ROOT / "benchmarks" / "workloads.py"]):
+        sources.update(path.read_bytes())
+    same = {"sources": sources.hexdigest()[:16], "triton": triton.__version__}
+    if options.json and options.json.exists():
+        for line in map(json.loads, options.json.read_text().splitlines()):
+            task, this = tuple(line["task"]), {name: line[name] for name in same}
+            if task in tasks and (options.page or this == same):
+                tasks[task], version = line["records"], line["triton"]
+
+    def keep(task, records):
+        tasks[task] = records
+        for record in records:
+            for problem in record["problems"]:
+                print(f"  {' '.join(task)}, {record['case']} {record['kernel']}: {problem}", flush=True)
+        if options.json:
+            with options.json.open("a") as file:
+                file.write(json.dumps({"task": task, **same, "records": records}) + "\n")
+
+    missing = [task for task, records in tasks.items() if records is None]
+    if options.page and missing:
+        parser.error(f"not compiled: {', '.join(' '.join(task) for task in missing)}")
+    if missing:
+        version = triton.__version__
+        missing.sort(key=lambda task: ops.index(task[1]))
+        compile_all(missing, options.jobs, keep)
+    found = merged(tasks, options.archs)
     if options.archs == list(ARCHS) and not options.ops:
-        (ROOT / "docs" / "portability.md").write_text(page(found))
+        (ROOT / "docs" / "portability.md").write_text(page(found, version))
     else:
-        print(page(found))
+        print(page(found, version))
+    for arch, records in found.items():
+        problems = sum(bool(r["problems"]) for r in records)
+        print(f"{arch}: {len(records)} kernels, {problems} with problems")
     sys.exit(any(r["problems"] for records in found.values() for r in records))
 
 
