@@ -138,8 +138,7 @@ def run_tests(found, folder, kernels, tests):
     import pytest
 
     watch = Watch()
-    stop = [] if "::" in tests[0] else ["-x"]
-    status = pytest.main(["-q", "--tb=no", "-p", "no:cacheprovider", "-p", "no:xdist", *stop, *tests], plugins=[watch])
+    status = pytest.main(["-q", "--tb=no", "-p", "no:cacheprovider", "-p", "no:xdist", *tests], plugins=[watch])
     found.send((watch.failed, int(status)))
 
 
@@ -162,7 +161,17 @@ class Slots:
         self.name = tomllib.loads((ROOT / "build.toml").read_text())["general"]["hub"]["repo-id"]
         self.free, self.running = list(range(jobs)), {}
 
-    def start(self, what, tests, stem="", text="", limit=600.0):
+    def each(self, runs, limit):
+        """Of every (what, arguments of pytest, file to break, its text): (what, failed tests, status, seconds)."""
+        runs = iter(runs)
+        while True:
+            while self.free and (one := next(runs, None)):
+                self.start(*one, limit)
+            if not self.running:
+                return
+            yield from self.ended()
+
+    def start(self, what, tests, stem, text, limit):
         slot = self.free.pop()
         self.write(slot, stem, text)
         found, to = multiprocessing.Pipe(duplex=False)
@@ -254,46 +263,47 @@ def main():
             if was["name"] in chosen and was["broken"] == chosen[was["name"]][2]:
                 results[was["name"]] = was["caught_by"]
     slots = Slots(options.jobs)
+    passing, failing = set(), set()  # of the tests that noticed a fault: those that pass without it, and the others
+
+    def of_faults(waiting):
+        for name in list(waiting):
+            stem, _, _, text = chosen[name]
+            yield name, ["-x", tests_of(stem), *(f"--deselect={test}" for test in sorted(failing))], stem, text
+
+    def of_files():
+        noticed = {}
+        for name, test in results.items():
+            if test and "::" in test and test not in passing | failing:
+                noticed.setdefault(tests_of(chosen[name][0]), set()).add(test)
+        for tests in noticed.values():
+            yield tests, sorted(tests), "", ""
+
     try:
         waiting = [name for name in chosen if name not in results]
-        while waiting or slots.running:
-            while waiting and slots.free:
-                name = waiting.pop(0)
-                stem, _, _, text = chosen[name]
-                slots.start(name, [tests_of(stem)], stem, text, options.limit)
-            for name, failed, status, seconds in slots.ended():
-                if failed:
-                    caught = failed[0].split("/")[-1]
-                elif failed is None:
-                    caught = "NOT ENDED"
-                else:
-                    caught = {0: None, None: CRASHED}.get(status, f"pytest ended with {status}")
-                results[name] = caught
+        while True:
+            for name, failed, status, seconds in slots.each(of_faults(waiting), options.limit):
+                caught = {0: None, None: CRASHED}.get(status, f"pytest ended with {status}")
+                results[name] = caught = "NOT ENDED" if failed is None else failed[0] if failed else caught
                 print(f"{name}: {caught or 'NOT NOTICED'} ({seconds:.0f} s)", flush=True)
                 if options.json:
                     with options.json.open("a") as file:
                         one = {"name": name, "broken": chosen[name][2], "caught_by": caught, "seconds": round(seconds)}
                         file.write(json.dumps(one) + "\n")
-        # What noticed a fault must pass without it.
-        noticed = {}
-        for name, test in results.items():
-            if test and "::" in test:
-                noticed.setdefault(tests_of(chosen[name][0]), set()).add(f"tests/{test}")
-        failing, waiting = set(), [sorted(tests) for tests in noticed.values()]
-        while waiting or slots.running:
-            while waiting and slots.free:
-                slots.start(waiting[0], waiting.pop(0))
-            for tests, failed, status, _ in slots.ended():
-                failing.update(tests if failed is None or (status and not failed) else failed)
+            for tests, failed, status, _ in slots.each(of_files(), options.limit):
+                bad = tests if failed is None or (status and not failed) else tests & {*failed}
+                failing.update(bad)
+                passing.update(tests - bad)
+            waiting = [name for name, test in results.items() if test in failing]
+            if not waiting:
+                break
+            print(f"these fail without a fault too, and are left out: {', '.join(sorted(failing))}", flush=True)
     finally:
         shutil.rmtree(slots.folder, ignore_errors=True)
-    noticed = {test for tests in noticed.values() for test in tests} - failing
-    missed = [n for n, test in results.items() if test != CRASHED and f"tests/{test}" not in noticed]
+    missed = [name for name, test in results.items() if test != CRASHED and test not in passing]
     print(f"\n{len(results)} faults, {len(missed)} not noticed")
     for name in missed:
         stem, was, broken, _ = chosen[name]
-        why = results[name] and (results[name] + (", without the fault too" if "::" in results[name] else ""))
-        print(f"{name}: {why or 'no test'}\n  - {was.strip()}\n  + {broken.strip()}")
+        print(f"{name}: {results[name] or 'no test'}\n  - {was.strip()}\n  + {broken.strip()}")
     sys.exit(bool(missed) or not results)
 
 
