@@ -10,6 +10,7 @@ class Kernel:
     """As triton.jit gives it: compiles whatever it is launched with, and says what came."""
 
     arg_names = ("x_ptr", "N", "eps", "BLOCK", "ONE_PASS")
+    params = [SimpleNamespace(is_constexpr=name.isupper() and name != "N") for name in arg_names]
 
     def __init__(self):
         self.compiled, self.ran = [], []
@@ -32,7 +33,8 @@ def launch(internals, monkeypatch):
     )
     monkeypatch.setattr(module, "triton", triton)
     monkeypatch.setattr(module, "_compiled", {})
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(module, "_kinds", {})
+    monkeypatch.setattr(module, "current", lambda: 0)
 
     def launch(kernel, x, N=8, eps=1e-6, grid=(3,), **options):
         module.launch(kernel, grid, torch.device("cuda", 0), (x, N, eps), **{"BLOCK": 16, "ONE_PASS": True, **options})
@@ -58,8 +60,10 @@ def test_a_second_launch_goes_to_the_compiled_kernel(launch):
         {"x": torch.zeros(64, dtype=torch.float16)},
         {"x": torch.zeros(64)[1:]},  # not aligned to 16 bytes
         {"x": None},
-        {"N": 9},
+        {"N": 16},
         {"N": 1},
+        {"N": 2**31},
+        {"N": 8.0},
         {"BLOCK": 32},
         {"ONE_PASS": False},
         {"num_warps": 8},
@@ -72,6 +76,24 @@ def test_what_triton_specialises_on_compiles_anew(launch, other):
     launch(kernel, **{**first, **other})
     launch(kernel, **first)
     assert len(kernel.compiled) == 2 and len(kernel.ran) == 1
+
+
+def test_other_numbers_do_not(launch):
+    kernel, x = Kernel(), torch.zeros(64)
+    for N, eps in ((8, 1e-6), (9, 1e-6), (-7, 1e-5)):
+        launch(kernel, x, N=N, eps=eps)
+    assert len(kernel.compiled) == 1 and kernel.ran[-1][10:12] == (-7, 1e-5)
+
+
+def test_integers_that_triton_tells_apart_are(internals):
+    triton = pytest.importorskip("triton")
+    specialised = triton.runtime.jit.native_specialize_impl
+    base = triton.backends.compiler.BaseBackend
+    kinds = {}
+    for n in (0, 1, 2, 8, 15, 16, 17, 31, 31 * 16, 2**31 - 16, 2**31 - 1, 2**31, 2**31 + 1, 2**32, 2**63 - 1, 2**63):
+        for a in (n, -n)[: 2 - (n > 2**62)]:
+            kinds.setdefault(internals("_device")._integer(a), set()).add(specialised(base, a, False, True, True))
+    assert all(len(of) == 1 for of in kinds.values()) and len(kinds) > 6
 
 
 def test_kernels_do_not_share(launch):
@@ -91,7 +113,7 @@ def test_a_profiler_hears_of_every_launch(launch):
 def test_sizes_that_never_repeat_do_not_pile_up(launch, internals):
     kernel, x = Kernel(), torch.zeros(64)
     for N in range(5000):
-        launch(kernel, x, N=N)
+        launch(kernel, x, BLOCK=N)
     assert len(internals("_device")._compiled) <= 4096
 
 
@@ -106,7 +128,7 @@ def test_first_launches_are_collected(launch, internals):
     finally:
         internals("_device").watching.collect = None
     assert len(kernel.ran) == 1 and not other.compiled and not other.ran
-    assert taken[0][:3] == (other, (3,), torch.device("cuda", 0)) and taken[0][3][0] is x
+    assert taken[0][1:4] == (other, (3,), torch.device("cuda", 0)) and taken[0][4][0] is x
     launch(other, x)
     assert len(other.compiled) == 1
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-from ._triton import ABSENT, DESCRIPTORS, INTERPRET, VERSION, TensorDescriptor, triton
+from ._triton import ABSENT, DESCRIPTORS, DIRECT, INTERPRET, VERSION, TensorDescriptor, triton
 
 KERNEL_DEVICES = ("cuda", "xpu")  # torch calls ROCm devices "cuda" too
 
@@ -81,14 +81,76 @@ def facts(device: torch.device) -> Device:
 
 
 _compiled = {}  # what was launched before, by all that Triton specialises on
+_kinds = {}  # functions that give it, by the kernel and the types of its arguments
 watching = threading.local()  # .by: what writes down this thread's launches; .collect: what takes first ones over
+
+
+def _integer(a):
+    """What Triton specialises on in an integer: whether it is 1, whether 16 divides it, and its width."""
+    if a == 1 or not -(2**31) <= a < 2**31:
+        return a == 1, a % 16, a < 2**63
+    return a % 16 == 0
+
+
+@functools.lru_cache(4096)
+def _integers(a):
+    return tuple(map(_integer, a))
+
+
+def _small(t):
+    """Whether offsets in it fit 32 bits, which Triton relies on for AMD."""
+    return t.untyped_storage().nbytes() < 2**31
+
+
+def _kind_of(kernel, args):
+    """A function of arguments of these types that gives what Triton specialises `kernel` on."""
+    parts = []
+    for i, (a, parameter) in enumerate(zip(args, kernel.params)):
+        if isinstance(a, torch.Tensor):
+            parts += [f"_{i}.dtype", f"_{i}.data_ptr() % 16", *[f"small(_{i})"] * (torch.version.hip is not None)]
+        elif type(a) in DESCRIPTORS:
+            parts += [f"_{i}.base.dtype", f"*_{i}.block_shape"]  # its sizes are values of run time
+        elif type(a) is int and not parameter.is_constexpr:
+            parts.append(f"integer(_{i})")
+        elif type(a) is tuple and a and all(type(v) is int for v in a) and not parameter.is_constexpr:
+            parts.append(f"integers(_{i})")
+        elif type(a) is not float or parameter.is_constexpr:  # others are float32
+            parts.append(f"_{i}")
+    names = ", ".join(f"_{i}" for i in range(len(args)))
+    return eval(  # noqa: S307
+        f"lambda {names}: ({', '.join(parts)},)", {"integer": _integer, "integers": _integers, "small": _small}
+    )
+
+
+def key_of(kernel, device, args, options):
+    """All that selects the compiled kernel, but for Triton's own settings."""
+    types = (id(kernel), *map(type, args))
+    kind = _kinds.get(types)
+    if kind is None:
+        kind = _kinds[types] = _kind_of(kernel, args)
+    return (id(kernel), device.index, kind(*args), *options, *options.values())
+
+
+def remember(key, kernel, compiled, args, options):
+    """Have launches of this key go to the compiled kernel."""
+    if len(_compiled) >= 4096:  # sizes that never repeat
+        _compiled.clear()
+    run, before = compiled.run, (compiled.packed_metadata, None, None, None)
+    if DIRECT and hasattr(run, "launch_pdl") and not (run.global_scratch_size or run.profile_scratch_size):
+        before = (run.launch_cooperative_grid, run.launch_pdl, None, None, *before)
+        run = run.launch  # what run itself calls, once it has made room that none is asked for
+    rest = tuple(options[name] for name in kernel.arg_names[len(args) :])
+    stream = triton.runtime.driver.active.get_current_stream
+    found = _compiled[key] = (run, compiled.function, before, rest, stream, kernel)
+    return found
 
 
 def launch(kernel, grid, device: torch.device, args, **options):
     """Launch `kernel` over `grid` with positional `args`, on `device` whichever device is current.
 
     Triton's own launch works out anew which compiled kernel the arguments select. Here the same question is one
-    dictionary lookup, three times as quick: tensors by dtype and alignment, all else by value.
+    dictionary lookup, three times as quick: tensors by dtype and alignment, integers by what divides them, all else
+    by value.
     """
     if device.type == "cpu":  # the interpreter: numpy warns of NaN where a GPU does not
         with warnings.catch_warnings(), _disable_current_modes():
@@ -96,43 +158,24 @@ def launch(kernel, grid, device: torch.device, args, **options):
             kernel[grid](*args, **options)
         _watched(None, kernel, grid, device, args, options)
         return
-    backend = getattr(torch, device.type)
-    if device.index != backend.current_device():
-        with backend.device(device):
+    if device.index != current():
+        with getattr(torch, device.type).device(device):
             launch(kernel, grid, device, args, **options)
         return
-    key = (
-        id(kernel),
-        device.index,
-        *[
-            (a.dtype, a.data_ptr() % 16)
-            if isinstance(a, torch.Tensor)
-            else (a.base.dtype, *a.block_shape)
-            if type(a) in DESCRIPTORS  # its sizes are values of run time
-            else a
-            for a in args
-        ],
-        *options,
-        *options.values(),
-    )
+    key = key_of(kernel, device, args, options)
     found = _compiled.get(key)
     if found is None and getattr(watching, "collect", None):  # warmup wants them all before the first is compiled
-        watching.collect(kernel, grid, device, args, options)
+        watching.collect(key, kernel, grid, device, args, options)
         return
     if found is None or profiled():
-        compiled = kernel[grid](*args, **options)
-        if len(_compiled) >= 4096:  # sizes that never repeat
-            _compiled.clear()
-        rest = tuple(options[name] for name in kernel.arg_names[len(args) :])
-        stream = triton.runtime.driver.active.get_current_stream
-        found = _compiled[key] = (compiled.run, compiled.function, compiled.packed_metadata, rest, stream, kernel)
+        found = remember(key, kernel, kernel[grid](*args, **options), args, options)
         _watched(found, kernel, grid, device, args, options)
         return
-    run, function, metadata, rest, stream, _ = found
+    run, function, before, rest, stream, _ = found
     size = len(grid)
     run(
         grid[0], grid[1] if size > 1 else 1, grid[2] if size > 2 else 1,
-        stream(device.index), function, metadata, None, None, None, *args, *rest,
+        stream(device.index), function, *before, *args, *rest,
     )  # fmt: skip
     _watched(found, kernel, grid, device, args, options)
 
@@ -173,15 +216,12 @@ def _watched(found, kernel, grid, device, args, options):
             lambda v, a: f"{v(launch)}({v(kernel)}, {v(grid)}, {v(device)}, ({a},), **{v(options)})", args, False
         )
         return
-    run, function, metadata, rest, stream, _ = found
-    grid = ", ".join(map(str, (*grid, 1, 1)[:3]))
+    run, function, before, rest, stream, _ = found
 
     def text(v, given):
-        rest_given = "".join(f", {v(r)}" for r in rest)
-        return (
-            f"{v(run)}({grid}, {v(stream)}({device.index}), {v(function)}, {v(metadata)}, None, None, None, "
-            f"{given}{rest_given})"
-        )
+        sizes, before_given, rest_given = (", ".join(map(v, values)) for values in ((*grid, 1, 1)[:3], before, rest))
+        rest_given = f", {rest_given}" if rest else ""
+        return f"{v(run)}({sizes}, {v(stream)}({device.index}), {v(function)}, {before_given}, {given}{rest_given})"
 
     watch.launched(text, args, True)
 

@@ -7,6 +7,7 @@ kernels, ops of PyTorch. Later ones run that, which takes the host a fifth of th
 
 import contextlib
 import functools
+import types
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
@@ -18,7 +19,7 @@ _TENSORS = frozenset((torch.Tensor, torch.nn.Parameter))
 _VALUES = frozenset((int, float, bool, str, type(None), torch.dtype))
 _LISTS = frozenset((tuple, list))
 _LIMIT = 4096  # kinds of calls to one function
-_SEEN = 32  # calls of a kind before one is watched, which takes the time of ten: sizes that a model's layers share once
+_SEEN = 16  # calls of a kind before one is watched, which takes the time of ten: sizes that a model's layers share once
 _REFUSED = object()
 
 
@@ -55,7 +56,9 @@ def replayed(function):
 
     @functools.wraps(function)
     def call(*args, **kwargs):
-        if _compiling() or _dispatch_modes() or _transforms() or _jit_tracing():
+        if getattr(_device.watching, "within", False) or _compiling() or _dispatch_modes() or _transforms():
+            return function(*args, **kwargs)
+        if _jit_tracing():
             return function(*args, **kwargs)
         signature = (*map(type, args), *kwargs, *map(type, kwargs.values())) if kwargs else tuple(map(type, args))
         known = signatures.get(signature)
@@ -69,9 +72,13 @@ def replayed(function):
         if type(found) is int:
             if len(known) >= _LIMIT:  # sizes that never repeat
                 known.clear()
-            if found < _SEEN:
+            if found < _SEEN and not getattr(_device.watching, "now", False):
                 known[key] = found + 1
-                return function(*args, **kwargs)
+                _device.watching.within = True  # calls that it is made of need not be counted
+                try:
+                    return function(*args, **kwargs)
+                finally:
+                    _device.watching.within = False
             result, known[key] = _watch(function, args, kwargs)
             return result
         if found is _REFUSED or _device.profiled():
@@ -122,14 +129,20 @@ def _key_of(args, kwargs):
         "current": _device.current, "forward_ad": torch.autograd.forward_ad, "VALUES": _VALUES, "autocast": _autocast,
         "grad": torch.is_grad_enabled, "casts": _casts, "float32": _device.float32_precision,
     }  # fmt: skip
-    return _written("key", source, values)
+    return _written(source, values)
 
 
-def _written(name, source, values):
-    """The function of that name that `source` defines, which torch.compile is not to look into."""
-    exec(source, values)  # noqa: S102
-    _skip_code(values[name].__code__)
-    return values[name]
+@functools.lru_cache(4096)
+def _code(source):
+    """The code of the function that `source` defines, which torch.compile is not to look into."""
+    (code,) = (c for c in compile(source, "<repeat>", "exec").co_consts if isinstance(c, types.CodeType))
+    _skip_code(code)
+    return code
+
+
+def _written(source, values):
+    """The function that `source` defines. Calls that differ in `values` alone share its code."""
+    return types.FunctionType(_code(source), values)
 
 
 def _casts(t):
@@ -190,7 +203,7 @@ class _Watch(TorchDispatchMode):
         self.values = {}
         self.refused = False
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+    def __torch_dispatch__(self, func, kinds, args=(), kwargs=None):
         kwargs = kwargs or {}
         if torch.is_inference_mode_enabled() and func._can_decompose():  # elsewhere autograd has done that
             with self:
@@ -237,7 +250,11 @@ class _Watch(TorchDispatchMode):
         known: gives the quickest way to apply it, once it was applied.
         """
         with self.unwatched():
-            out = apply(*args)
+            _device.watching.now = True  # what it is made of is written down too
+            try:
+                out = apply(*args)
+            finally:
+                _device.watching.now = False
             apply = known(*args)
         try:
             if not self.learns:
@@ -278,7 +295,7 @@ class _Watch(TorchDispatchMode):
         return self.names.setdefault(id(t), f"_t{len(self.names)}")
 
     def value(self, v):
-        if v is None or type(v) in (int, bool, str):
+        if v is None or type(v) in (bool, str):
             return repr(v)
         name = f"_v{len(self.values)}"
         self.values[name] = v
@@ -326,7 +343,7 @@ class _Watch(TorchDispatchMode):
                 return name
             root, offset = self.roots.get(name, (name, 0))
             used.append(root)
-            return f"{root}.data_ptr()" + (f" + {offset}" if offset else "")
+            return f"{root}.data_ptr()" + (f" + {self.value(offset)}" if offset else "")
         if type(a) in DESCRIPTORS:
             fields = {k: v for k, v in vars(a).items() if k != "base"}
             return (
@@ -360,4 +377,4 @@ class _Watch(TorchDispatchMode):
         if self.casts:  # what autocast casts is cast by now
             body = [f"with {self.value(_uncast)}():", *(f"    {line}" for line in body)]
         source = f"def replay({', '.join(self.parameters)}):\n" + "".join(f"    {line}\n" for line in body)
-        return _written("replay", source, self.values)
+        return _written(source, self.values)

@@ -47,6 +47,7 @@ DESCRIPTORS = {TensorDescriptor}  # and Gluon's, once it is there
 
 # Whether this Triton is one that the kernels in Gluon, its lower level, were tested with. Else portable ones serve.
 GLUON = VERSION is not None and not INTERPRET and VERSION.startswith("3.6.")
+DIRECT = GLUON  # likewise, whether its launcher takes what launches here give it
 
 
 _TRUNCATES = tl.constexpr(INTERPRET)  # the interpreter drops the low bits of a float32 that becomes a bfloat16

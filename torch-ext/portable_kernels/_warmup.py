@@ -7,7 +7,7 @@ from typing import Callable, Optional
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ._device import watching
+from ._device import remember, watching
 from ._ops import add_op_namespace_prefix
 
 _NAMESPACE = add_op_namespace_prefix("").partition("::")[0]
@@ -51,10 +51,9 @@ def warmup(call: Callable, *args, jobs: Optional[int] = None, **kwargs) -> int:
     """
     found = {}
 
-    def compile_later(kernel, grid, device, args, options):
-        key = (id(kernel), device, *[_specialised(a) for a in args], *options.items())
+    def compile_later(key, kernel, grid, device, args, options):
         if key not in found:
-            found[key] = pool.submit(_compile, kernel, grid, device, [_stand_in(a) for a in args], options)
+            found[key] = pool.submit(_compile, key, kernel, grid, device, [_stand_in(a) for a in args], options)
 
     with ThreadPoolExecutor(jobs or os.cpu_count() or 1) as pool, _Recorder(compile_later):
         call(*args, **kwargs)
@@ -63,13 +62,9 @@ def warmup(call: Callable, *args, jobs: Optional[int] = None, **kwargs) -> int:
     return len(found)
 
 
-def _compile(kernel, grid, device, args, options):
+def _compile(key, kernel, grid, device, args, options):
     with getattr(torch, device.type).device(device):
-        kernel.warmup(*args, grid=grid, **options)
-
-
-def _specialised(a):
-    return (a.dtype, a.data_ptr() % 16) if isinstance(a, torch.Tensor) else a if a.__hash__ else id(a)
+        remember(key, kernel, kernel.warmup(*args, grid=grid, **options), args, options)
 
 
 def _stand_in(a):
