@@ -346,12 +346,18 @@ def test_opcheck(core, device):
     torch.library.opcheck(core.cross_entropy_fwd, (x, t, None, -1, -100, 1.0, 0.0, None, 1.0, True, False))
     torch.library.opcheck(core.cross_entropy_fwd, (far, soft, w, -2, -100, 0.9, 0.1, 2.0, 1.5, False, False))
     dloss, stats = torch.rand(3, device=device), torch.rand(3, 4, device=device)
-    args = (t, None, stats, -1, -100, 1.0, 0.0, None, 1.0)
-    torch.library.opcheck(core.cross_entropy_bwd, (dloss, None, x, *args, False, False))
-    torch.library.opcheck(core.cross_entropy_bwd, (dloss, dloss, x, *args, True, False))
+    args = (None, -1, -100, 1.0, 0.0, None, 1.0, 0.0)
+    torch.library.opcheck(core.cross_entropy_bwd, (dloss, None, x, t, None, stats, *args, False, False))
+    torch.library.opcheck(core.cross_entropy_bwd, (dloss, dloss, x, t, None, stats, *args, True, False))
+    for z_loss, aux in ((0.0, False), (0.1, True)):
+        args = (-1, -100, 1.0, 0.0, None, 1.0)
+        torch.library.opcheck(core.cross_entropy_total_fwd, (x, t, None, *args, not aux, "mean", z_loss, aux))
+        whole = (dloss[0].expand(3), None, x, t, None, stats, torch.tensor([2.0, 2.0, 0.0, 0.0], device=device))
+        torch.library.opcheck(core.cross_entropy_bwd, (*whole, *args, z_loss, False, False))
     dloss, stats = torch.rand(2, 3, device=device), torch.rand(2, 3, 4, device=device)
     torch.library.opcheck(
-        core.cross_entropy_bwd, (dloss, dloss, far, soft, w, stats, -2, -100, 0.9, 0.1, 2.0, 1.5, False, True)
+        core.cross_entropy_bwd,
+        (dloss, dloss, far, soft, w, stats, None, -2, -100, 0.9, 0.1, 2.0, 1.5, 0.0, False, True),
     )
 
 

@@ -14,7 +14,7 @@ from . import _losses, _online
 from ._activation_math import activate
 from ._device import facts, launch
 from ._dispatch import differentiable
-from ._losses import lead
+from ._losses import lead, store_part
 from ._online import finish, grouped, take
 from ._ops import add_op_namespace_prefix
 from ._rows import at, compute_dtype, row_index
@@ -55,15 +55,48 @@ def fwd_reference(x, target, weight, dim, ignore_index, keep, uniform, cap, scal
     return loss, lse, stats
 
 
+def totals(results, target, weight, ignore_index, reduction, z_loss):
+    """(the loss as the caller wants it; what it and its z part are divided by; that part; accuracy)."""
+    loss, lse, stats = results
+    rows = torch.ones_like(loss) if target.is_floating_point() else (target != ignore_index).to(loss.dtype)
+    weights = rows
+    if weight is not None and not target.is_floating_point():
+        classes = target.long().clamp(0, weight.shape[0] - 1)
+        weights = torch.where(rows != 0, weight.to(loss.dtype)[classes], 0.0)
+
+    def over_rows(t):
+        return _losses.reduce(t, reduction, rows.sum)
+
+    total = _losses.reduce(loss, reduction, weights.sum)
+    z = torch.zeros_like(total, requires_grad=False)
+    if z_loss:
+        z = over_rows(z_loss * torch.where(rows != 0, lse, 0.0).square())
+        total = total + z
+    ones = weights.new_ones(())
+    counts = (weights.sum(), rows.sum()) if reduction == "mean" else (ones, ones)
+    return total, counts, z.detach(), over_rows(torch.where(rows != 0, stats[..., 3], 0.0))
+
+
+def total_reference(x, target, weight, dim, ignore_index, keep, uniform, cap, scale, skip, reduction, z_loss, aux):
+    results = fwd_reference(x, target, weight, dim, ignore_index, keep, uniform, cap, scale, skip, False)
+    total, counts, *extra = totals(results, target, weight, ignore_index, reduction, z_loss)
+    lse = results[1] if aux else total.new_empty(0)
+    return total, lse, results[2], torch.stack([*counts, *extra] if aux or z_loss else counts[:1])
+
+
 def _bwd_reference(
-    dloss, dlse, x, target, weight, stats, dim, ignore_index, keep, uniform, cap, scale, partial, need_dt
-):
+    dloss, dlse, x, target, weight, stats, counts, dim, ignore_index, keep, uniform, cap, scale, z_loss, partial,
+    need_dt,
+):  # fmt: skip
     compute = stats.dtype
+    dz = 2.0 * z_loss * dloss / counts[1] if z_loss else None
+    dloss = dloss if counts is None else dloss / counts[0]
     soft = target.is_floating_point()
     t = _soft_target(x, target, weight, dim, keep, uniform, compute)
     if not soft:
         counted, valid, index = _index(x, target, dim, ignore_index)
         dloss = torch.where(counted, dloss, 0.0)
+        dz = dz if dz is None else torch.where(counted, dz, 0.0)
         dead = (~counted if dlse is None else ~counted & (dlse == 0)).unsqueeze(dim)
         x = torch.where(dead & ~x.isfinite(), 0.0, x)
         classes = _classwise(torch.arange(x.shape[dim], device=x.device), dim)
@@ -78,6 +111,10 @@ def _bwd_reference(
         mass = t.expand(x.shape).sum(dim, keepdim=True)
         if not soft:
             mass = torch.where((valid | ~counted).unsqueeze(dim), mass, float("nan"))
+    if z_loss:
+        lse = torch.logsumexp(z, dim)
+        dz = dz * (lse if soft else torch.where(counted, lse, 0.0))
+        dlse = dz if dlse is None else dlse + dz
     dloss = dloss.to(compute).unsqueeze(dim)
     g = dloss * mass if dlse is None else dloss * mass + dlse.to(compute).unsqueeze(dim)
     dz = torch.exp(logp) * g - t * dloss
@@ -149,12 +186,16 @@ def _load_soft(
 
 @triton.jit(do_not_specialize=["ignore_index"])
 def _cross_entropy_fwd_kernel(
-    x_ptr, t_ptr, w_ptr, loss_ptr, lse_ptr, stats_ptr, B, M, N, x_strides, t_strides,
+    x_ptr, t_ptr, w_ptr, loss_ptr, lse_ptr, stats_ptr, parts_ptr, B, M, N, x_strides, t_strides,
     ignore_index, keep, uniform, scale, cap,
-    SOFT: tl.constexpr, SMOOTH: tl.constexpr, SKIP: tl.constexpr, PARTIAL: tl.constexpr, LOWEST: tl.constexpr,
+    SOFT: tl.constexpr, SMOOTH: tl.constexpr, SKIP: tl.constexpr, PARTIAL: tl.constexpr, ALL: tl.constexpr,
+    LOWEST: tl.constexpr,
     GROUP: tl.constexpr, COMPUTE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """NaN where torch has it: tl.max may drop a NaN, but exp(NaN) stays in the sum, as does inf - inf."""
+    """NaN where torch has it: tl.max may drop a NaN, but exp(NaN) stays in the sum, as does inf - inf.
+
+    parts_ptr: the rows' share of what `_losses.total` sums; ALL of it, or no more than the loss's.
+    """
     a, b, offs_m = row_index(tl.program_id(0), B, M, BLOCK_M)
     mask_m = offs_m < M
     offs_n = tl.arange(0, BLOCK_N)
@@ -209,9 +250,10 @@ def _cross_entropy_fwd_kernel(
     if SOFT:
         hit = tl.max(tl.where(peaks == peak[:, None], tops, float("-inf")), axis=1) == tl.max(bests, axis=1)
     else:
-        share = tl.zeros((BLOCK_M,), COMPUTE) + keep
+        own = tl.full((BLOCK_M,), 1.0, COMPUTE)
         if w_ptr is not None:
-            share *= tl.load(w_ptr + index, mask=valid, other=0.0).to(COMPUTE)
+            own = tl.load(w_ptr + index, mask=valid, other=0.0).to(COMPUTE)
+        share = keep * own
         loss += tl.where(valid, share * ((peak - z_y) + log_total), 0.0)
         mass += tl.where(valid, share, 0.0)
         hit = valid & (z_y >= peak)
@@ -225,20 +267,33 @@ def _cross_entropy_fwd_kernel(
         peak = tl.where(counted, peak, 0.0)
         log_total = tl.where(counted, log_total, 0.0)
         mass = tl.where(counted, mass, 0.0)
+    hit = (hit & (total == total)).to(COMPUTE)
     out_m = (a * B + b) * M + offs_m
-    tl.store(loss_ptr + out_m, loss, mask=mask_m)
-    tl.store(lse_ptr + out_m, lse, mask=mask_m)
+    if loss_ptr is not None:
+        tl.store(loss_ptr + out_m, loss, mask=mask_m)
+    if lse_ptr is not None:
+        tl.store(lse_ptr + out_m, lse, mask=mask_m)
     tl.store(stats_ptr + out_m * 4, peak, mask=mask_m)
     tl.store(stats_ptr + out_m * 4 + 1, log_total, mask=mask_m)
     tl.store(stats_ptr + out_m * 4 + 2, mass, mask=mask_m)
-    tl.store(stats_ptr + out_m * 4 + 3, (hit & (total == total)).to(COMPUTE), mask=mask_m)
+    tl.store(stats_ptr + out_m * 4 + 3, hit, mask=mask_m)
+    if parts_ptr is not None:
+        if SOFT:
+            counted = mask_m
+            own = tl.full((BLOCK_M,), 1.0, COMPUTE)
+        store_part(parts_ptr, 0, loss, counted)
+        store_part(parts_ptr, 1, own, counted)
+        if ALL:
+            store_part(parts_ptr, 2, tl.full((BLOCK_M,), 1.0, COMPUTE), counted)
+            store_part(parts_ptr, 3, lse * lse, counted)
+            store_part(parts_ptr, 4, hit, counted)
 
 
 @triton.jit(do_not_specialize=["ignore_index"])
 def _cross_entropy_bwd_kernel(
-    dloss_ptr, dlse_ptr, x_ptr, t_ptr, w_ptr, stats_ptr, dx_ptr, dt_ptr, B, M, N,
+    dloss_ptr, dlse_ptr, x_ptr, t_ptr, w_ptr, stats_ptr, counts_ptr, dx_ptr, dt_ptr, B, M, N,
     dloss_strides, dlse_strides, x_strides, t_strides, dx_strides, dt_strides,
-    ignore_index, keep, uniform, scale, cap,
+    ignore_index, keep, uniform, scale, cap, twice_z,
     SOFT: tl.constexpr, SMOOTH: tl.constexpr,
     COMPUTE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
@@ -251,19 +306,27 @@ def _cross_entropy_bwd_kernel(
     out_m = (a * B + b) * M + offs_m
     dloss = dloss_ptr + a * dloss_strides[0] + b * dloss_strides[1] + offs_m * dloss_strides[2]
     dloss = tl.load(dloss, mask=mask_m, other=0.0).to(COMPUTE)
+    dz = dloss
+    if counts_ptr is not None:
+        dloss = dloss / tl.load(counts_ptr)
     live = mask_m
     if not SOFT:
         label = tl.load(t_ptr + a * t_strides[0] + b * t_strides[1] + offs_m * t_strides[2], mask=mask_m, other=0)
         live = mask_m & (label != ignore_index)
         dloss = tl.where(live, dloss, 0.0)
     g = dloss * tl.load(stats_ptr + out_m * 4 + 2, mask=live, other=0.0)
+    counted = live
     if dlse_ptr is not None:
         dlse = dlse_ptr + a * dlse_strides[0] + b * dlse_strides[1] + offs_m * dlse_strides[2]
         dlse = tl.load(dlse, mask=mask_m, other=0.0).to(COMPUTE)
         live = live | (dlse != 0)
         g += dlse
-    peak = tl.load(stats_ptr + out_m * 4, mask=live, other=0.0)[:, None]
-    log_total = tl.load(stats_ptr + out_m * 4 + 1, mask=live, other=0.0)[:, None]
+    peak = tl.load(stats_ptr + out_m * 4, mask=live, other=0.0)
+    log_total = tl.load(stats_ptr + out_m * 4 + 1, mask=live, other=0.0)
+    if twice_z is not None:
+        g += tl.where(counted, dz / tl.load(counts_ptr + 1) * twice_z * (peak + log_total), 0.0)
+    peak = peak[:, None]
+    log_total = log_total[:, None]
     mask = mask_m[:, None] & (cols < N)[None, :]
     reads = mask & live[:, None]  # an ignored row is not read: it is one of -inf with a g of 0, so its gradient is 0
     x = tl.load(at(x_ptr, x_strides, a, b, offs_m, cols), mask=reads, other=float("-inf")).to(COMPUTE)
@@ -295,6 +358,29 @@ def _dense(weight):
     return weight if weight is None else weight.contiguous()  # C elements
 
 
+def _forward(
+    x, target, weight, loss, lse, stats, parts, dim, ignore_index, keep, uniform, cap, scale, skip, partial, every=False
+):
+    """Launch over the rows of x, which is not empty. parts: return what `_losses.total` sums."""
+    compute, soft = stats.dtype, target.is_floating_point()
+    layout, (x, target) = _losses.loss_rows(dim, (x, target if soft else None), (None if soft else target,))
+    plan = _losses.plan(layout, facts(x.device).max_warps)
+    programs = layout.blocks(plan.BLOCK_M)
+    parts = torch.empty((5 if every else 2, programs), dtype=compute, device=x.device) if parts else None
+    launch(
+        _cross_entropy_fwd_kernel,
+        (programs,),
+        x.device,
+        (x, target, _dense(weight), loss, lse, stats, parts, layout.B, layout.M, layout.N, *layout.strides,
+         ignore_index, scalar(keep, compute), scalar(uniform, compute), scalar(scale, compute),
+         cap if cap is None else scalar(cap, compute)),
+        SOFT=soft, SMOOTH=uniform != 0, SKIP=skip and not soft, PARTIAL=partial, ALL=every,
+        LOWEST=_online.lowest(compute), COMPUTE=triton_dtype(compute),
+        GROUP=_online.neighbours(layout.strides[0][3], x.element_size(), plan.BLOCK_N), **plan._asdict(),
+    )  # fmt: skip
+    return parts
+
+
 @torch.library.custom_op(add_op_namespace_prefix("cross_entropy_fwd"), mutates_args=())
 def cross_entropy_fwd(
     x: Tensor, target: Tensor, weight: Optional[Tensor], dim: int, ignore_index: int, keep: float, uniform: float,
@@ -308,23 +394,12 @@ def cross_entropy_fwd(
     compute = compute_dtype(x, weight, *if_soft(target))
     if not x.shape[dim]:
         return _no_classes(x, target, dim, ignore_index, compute)
-    soft = target.is_floating_point()
     loss = torch.empty(lead(x, dim), dtype=compute, device=x.device)
     lse, stats = torch.empty_like(loss), loss.new_empty((*loss.shape, 4))
     if x.numel():
-        layout, (x, target) = _losses.loss_rows(dim, (x, target if soft else None), (None if soft else target,))
-        plan = _losses.plan(layout, facts(x.device).max_warps)
-        launch(
-            _cross_entropy_fwd_kernel,
-            (layout.blocks(plan.BLOCK_M),),
-            x.device,
-            (x, target, _dense(weight), loss, lse, stats, layout.B, layout.M, layout.N, *layout.strides, ignore_index,
-             scalar(keep, compute), scalar(uniform, compute), scalar(scale, compute),
-             cap if cap is None else scalar(cap, compute)),
-            SOFT=soft, SMOOTH=uniform != 0, SKIP=skip and not soft, PARTIAL=partial,
-            LOWEST=_online.lowest(compute), COMPUTE=triton_dtype(compute),
-            GROUP=_online.neighbours(layout.strides[0][3], x.element_size(), plan.BLOCK_N), **plan._asdict(),
-        )  # fmt: skip
+        _forward(
+            x, target, weight, loss, lse, stats, False, dim, ignore_index, keep, uniform, cap, scale, skip, partial
+        )
     return loss, lse, stats
 
 
@@ -334,13 +409,48 @@ def _(x, target, weight, dim, ignore_index, keep, uniform, cap, scale, skip, par
     return loss, torch.empty_like(loss), loss.new_empty((*loss.shape, 4))
 
 
+@torch.library.custom_op(add_op_namespace_prefix("cross_entropy_total_fwd"), mutates_args=())
+def cross_entropy_total_fwd(
+    x: Tensor, target: Tensor, weight: Optional[Tensor], dim: int, ignore_index: int, keep: float, uniform: float,
+    cap: Optional[float], scale: float, skip: bool, reduction: str, z_loss: float, aux: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """(loss of all rows, lse of every row or nothing, statistics of every row, what `_losses.total` counts)."""
+    if not x.numel():
+        return total_reference(
+            x, target, weight, dim, ignore_index, keep, uniform, cap, scale, skip, reduction, z_loss, aux
+        )
+    compute = compute_dtype(x, weight, *if_soft(target))
+    stats = torch.empty((*lead(x, dim), 4), dtype=compute, device=x.device)
+    lse = torch.empty(stats.shape[:-1] if aux else (0,), dtype=compute, device=x.device)
+    parts = _forward(
+        x, target, weight, None, lse if aux else None, stats, True, dim, ignore_index, keep, uniform, cap, scale, skip,
+        False, aux or z_loss != 0,
+    )  # fmt: skip
+    total, counts = _losses.total(parts, reduction, z_loss)
+    return total, lse, stats, counts
+
+
+@cross_entropy_total_fwd.register_fake
+def _(x, target, weight, dim, ignore_index, keep, uniform, cap, scale, skip, reduction, z_loss, aux):
+    stats = x.new_empty((*lead(x, dim), 4), dtype=compute_dtype(x, weight, *if_soft(target)))
+    return (
+        stats.new_empty(()),
+        stats.new_empty(stats.shape[:-1] if aux else (0,)),
+        stats,
+        stats.new_empty(4 if aux or z_loss else 1),
+    )
+
+
 @torch.library.custom_op(add_op_namespace_prefix("cross_entropy_bwd"), mutates_args=())
 def cross_entropy_bwd(
     dloss: Tensor, dlse: Optional[Tensor], x: Tensor, target: Tensor, weight: Optional[Tensor], stats: Tensor,
-    dim: int, ignore_index: int, keep: float, uniform: float, cap: Optional[float], scale: float, partial: bool,
-    need_dt: bool,
+    counts: Optional[Tensor], dim: int, ignore_index: int, keep: float, uniform: float, cap: Optional[float],
+    scale: float, z_loss: float, partial: bool, need_dt: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Gradients of x and of a target of probabilities; the second is empty where it is not needed."""
+    """Gradients of x and of a target of probabilities; the second is empty where it is not needed.
+
+    dloss: of every row's loss; or of the total, expanded, with the counts that it is divided by.
+    """
     compute, soft = stats.dtype, target.is_floating_point()
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     dt = torch.empty(x.shape, dtype=target.dtype, device=x.device) if need_dt else x.new_empty(0)
@@ -361,44 +471,60 @@ def cross_entropy_bwd(
             _cross_entropy_bwd_kernel,
             (layout.blocks(plan.BLOCK_M) * cdiv(layout.N, plan.BLOCK_N),),
             x.device,
-            (dloss, dlse, x, target, _dense(weight), stats.contiguous(), dx, dt if need_dt else None,
+            (dloss, dlse, x, target, _dense(weight), stats.contiguous(), counts, dx, dt if need_dt else None,
              layout.B, layout.M, layout.N, dloss_strides, dlse_strides, x_strides, t_strides, dx_strides, dt_strides,
              ignore_index, scalar(keep, compute), scalar(uniform, compute), scalar(scale, compute),
-             cap if cap is None else scalar(cap, compute)),
+             cap if cap is None else scalar(cap, compute), scalar(2.0 * z_loss, compute) if z_loss else None),
             SOFT=soft, SMOOTH=uniform != 0, COMPUTE=triton_dtype(compute), **plan._asdict(),
         )  # fmt: skip
     return dx, dt
 
 
 @cross_entropy_bwd.register_fake
-def _(dloss, dlse, x, target, weight, stats, dim, ignore_index, keep, uniform, cap, scale, partial, need_dt):
+def _(dloss, dlse, x, target, weight, stats, counts, dim, ignore_index, keep, uniform, cap, scale, z_loss, partial,
+      need_dt):  # fmt: skip
     return x.new_empty(x.shape), x.new_empty(x.shape, dtype=target.dtype) if need_dt else x.new_empty(0)
 
 
-cross_entropy_gradient = differentiable(
-    cross_entropy_bwd, _bwd_reference, rowwise=lambda dloss, dlse, *_: [0, 2, 3, 5] if dlse is None else [0, 1, 2, 3, 5]
-)
+def _rows_of_bwd(dloss, dlse, *rest):
+    return None if rest[4] is not None else [0, 2, 3, 5] if dlse is None else [0, 1, 2, 3, 5]
+
+
+cross_entropy_gradient = differentiable(cross_entropy_bwd, _bwd_reference, rowwise=_rows_of_bwd)
 
 
 def _setup_context(ctx, inputs, output):
     x, target, weight, *params, _, partial = inputs
-    ctx.params = (*params, partial)
-    ctx.save_for_backward(x, target, weight, output[2])
+    ctx.params = (*params, 0.0, partial)
+    ctx.save_for_backward(x, target, weight, output[2], None)
     ctx.mark_non_differentiable(output[2])
     ctx.set_materialize_grads(False)  # an lse that nothing depends on costs nothing
 
 
-def _backward(ctx, dloss, dlse, _):
-    x, target, weight, stats = ctx.saved_tensors
+def _backward(ctx, dloss, dlse, *_):
+    x, target, weight, stats, counts = ctx.saved_tensors
     if dloss is None and dlse is None:
-        return (None,) * 11
+        return (None,) * (len(ctx.needs_input_grad))
     if dloss is None:
-        dloss = torch.zeros((), dtype=stats.dtype, device=stats.device).expand(stats.shape[:-1])
+        dloss = torch.zeros((), dtype=stats.dtype, device=stats.device)
     needs = ctx.needs_input_grad
-    dx, dt = cross_entropy_gradient(dloss, dlse, x, target, weight, stats, *ctx.params, needs[1])
-    return dx, dt if needs[1] else None, *(None,) * 9
+    dloss = dloss.expand(stats.shape[:-1])
+    dx, dt = cross_entropy_gradient(dloss, dlse, x, target, weight, stats, counts, *ctx.params, needs[1])
+    return dx, dt if needs[1] else None, *(None,) * (len(needs) - 2)
 
 
 cross_entropy_rows = differentiable(
     cross_entropy_fwd, fwd_reference, _setup_context, _backward, rowwise=lambda *_: [0, 1]
 )
+
+
+def _total_setup_context(ctx, inputs, output):
+    x, target, weight, *params, _, _, z_loss, aux = inputs
+    _, lse, stats, counts = output
+    ctx.params = (*params, z_loss, False)
+    ctx.save_for_backward(x, target, weight, stats, counts)
+    ctx.mark_non_differentiable(stats, counts, *(() if aux else (lse,)))
+    ctx.set_materialize_grads(False)
+
+
+cross_entropy_total = differentiable(cross_entropy_total_fwd, total_reference, _total_setup_context, _backward)

@@ -120,7 +120,7 @@ def _entropy_reference(logits, scale, compute):
 
 def _dlogits_reference(dloss, dlse, dentropy, logits, target, weight, stats, ignore_index, keep, uniform, cap, scale):
     dz, _ = _rows_bwd_reference(
-        dloss, dlse, logits, target, weight, stats, -1, ignore_index, keep, uniform, cap, scale, False, False
+        dloss, dlse, logits, target, weight, stats, None, -1, ignore_index, keep, uniform, cap, scale, 0.0, False, False
     )
     if dentropy is not None:
         entropy, p, logp = _entropy_reference(logits, scale, stats.dtype)

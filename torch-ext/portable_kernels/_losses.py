@@ -5,8 +5,9 @@ from typing import NamedTuple
 import torch
 
 from . import _checks
+from ._device import facts, launch
 from ._rows import collapse, rows, warps
-from ._triton import next_power_of_2
+from ._triton import next_power_of_2, scalar, tl, triton, triton_dtype
 
 REDUCTIONS = ("none", "mean", "sum")
 
@@ -64,6 +65,69 @@ def reduce(loss, reduction, denominator):
     if reduction == "none":
         return loss
     return loss.sum() / denominator() if reduction == "mean" else loss.sum()
+
+
+@triton.jit
+def store_part(parts_ptr, which, value, mask):
+    """The sum over this program's rows, where they count."""
+    tl.store(parts_ptr + which * tl.num_programs(0) + tl.program_id(0), tl.sum(tl.where(mask, value, 0.0), axis=0))
+
+
+@triton.jit
+def _sum_parts(parts_ptr, which, P, COMPUTE: tl.constexpr, BLOCK_P: tl.constexpr):
+    acc = tl.zeros((BLOCK_P,), COMPUTE)
+    for start in range(0, P, BLOCK_P):
+        offs = start + tl.arange(0, BLOCK_P)
+        acc += tl.load(parts_ptr + which * P + offs, mask=offs < P, other=0.0)
+    return tl.sum(acc, axis=0)
+
+
+@triton.jit(do_not_specialize=["P"])
+def _total_kernel(
+    parts_ptr, total_ptr, counts_ptr, P, z_loss, MEAN: tl.constexpr, ALL: tl.constexpr, COMPUTE: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+):  # fmt: skip
+    total = _sum_parts(parts_ptr, 0, P, COMPUTE, BLOCK_P)
+    weights = _sum_parts(parts_ptr, 1, P, COMPUTE, BLOCK_P)
+    if MEAN:
+        total = total / weights
+        tl.store(counts_ptr, weights)
+    else:
+        tl.store(counts_ptr, 1.0)
+    if ALL:
+        number = _sum_parts(parts_ptr, 2, P, COMPUTE, BLOCK_P)
+        hits = _sum_parts(parts_ptr, 4, P, COMPUTE, BLOCK_P)
+        if not MEAN:
+            number = number * 0.0 + 1.0
+        tl.store(counts_ptr + 1, number)
+        if z_loss is None:
+            tl.store(counts_ptr + 2, 0.0)
+        else:
+            z = z_loss * _sum_parts(parts_ptr, 3, P, COMPUTE, BLOCK_P) / number
+            tl.store(counts_ptr + 2, z)
+            total += z
+        tl.store(counts_ptr + 3, hits / number)
+    tl.store(total_ptr, total)
+
+
+def total(parts, reduction, z_loss=0.0):
+    """(loss, what it is divided by and, of five parts, what its z part is, that part, and accuracy), in a fixed order.
+
+    parts: (2, P), sums of losses and weights; or (5, P), also of rows, squared logsumexps and hits.
+    """
+    if parts.shape[1] > 16384:
+        parts = parts.sum(1, keepdim=True)
+    sizes, compute = parts.shape, parts.dtype
+    total, counts = parts.new_empty(()), parts.new_empty(4 if sizes[0] > 2 else 1)
+    launch(
+        _total_kernel,
+        (1,),
+        parts.device,
+        (parts, total, counts, sizes[1], scalar(z_loss, compute) if z_loss else None),
+        MEAN=reduction == "mean", ALL=sizes[0] > 2, COMPUTE=triton_dtype(compute),
+        BLOCK_P=min(next_power_of_2(sizes[1]), 8192), num_warps=warps(16, facts(parts.device).max_warps),
+    )  # fmt: skip
+    return total, counts
 
 
 def check_labels(op, name, labels, x, dim):

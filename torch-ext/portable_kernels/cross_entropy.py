@@ -15,7 +15,14 @@ import torch
 from torch import Tensor
 
 from . import _checks, _losses
-from ._cross_entropy import cross_entropy_gradient, cross_entropy_rows, fwd_reference, if_soft
+from ._cross_entropy import (
+    cross_entropy_gradient,
+    cross_entropy_rows,
+    cross_entropy_total,
+    fwd_reference,
+    if_soft,
+    totals,
+)  # fmt: skip
 from ._dispatch import is_plain, use_kernel
 from ._replay import replayed
 from ._rows import compute_dtype
@@ -83,7 +90,7 @@ class _VocabParallel(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx, dloss, dlse, _):
         x, local, stats = ctx.saved_tensors
-        dx, _ = cross_entropy_gradient(dloss, dlse, x, local, None, stats, *ctx.params, True, False)
+        dx, _ = cross_entropy_gradient(dloss, dlse, x, local, None, stats, None, *ctx.params, 0.0, True, False)
         return (dx, *(None,) * 8)
 
 
@@ -138,11 +145,14 @@ def cross_entropy(
             return _torchs(op, x, target, weight, ignore_index, reduction, label_smoothing, dim)
         if not soft and not torch.compiler.is_compiling() and is_plain((x, target)):
             _refuse_out_of_range(op, target, ignore_index, x.shape[dim])
-    share = label_smoothing / max(x.shape[dim], 1)
-    results = cross_entropy_rows(
-        x, target, weight, dim, int(ignore_index), 1.0 - label_smoothing, share,
-        softcap if softcap is None else float(softcap), float(logit_scale), not return_aux, False,
+    params = (
+        dim, int(ignore_index), 1.0 - label_smoothing, label_smoothing / max(x.shape[dim], 1),
+        softcap if softcap is None else float(softcap), float(logit_scale), not return_aux,
     )  # fmt: skip
+    if reduction != "none" and not torch.compiler.is_compiling() and is_plain((x, target)):
+        loss, lse, _, counts = cross_entropy_total(x, target, weight, *params, reduction, float(z_loss), return_aux)
+        return CrossEntropy(loss, lse, counts[2], counts[3]) if return_aux else loss
+    results = cross_entropy_rows(x, target, weight, *params, False)
     return _finish(results, target, weight, ignore_index, reduction, z_loss, return_aux)
 
 
@@ -193,30 +203,8 @@ def _class_dim(x):
 
 
 def _finish(results, target, weight, ignore_index, reduction, z_loss, return_aux):
-    """The loss as the caller wants it, from that of every row. Nothing here waits for the device."""
-    loss, lse, stats = results
-    counted = None if target.is_floating_point() else target != ignore_index
-
-    def rows_counted():
-        return loss.numel() if counted is None else counted.sum()
-
-    def weights_counted():
-        if weight is None or counted is None:
-            return rows_counted()
-        classes = target.long().clamp(0, weight.shape[0] - 1)
-        return torch.where(counted, weight.to(loss.dtype)[classes], 0.0).sum()
-
-    total = _losses.reduce(loss, reduction, weights_counted)
-    z = None
-    if z_loss:
-        squares = (lse if counted is None else lse.masked_fill(~counted, 0.0)).square()
-        z = _losses.reduce(z_loss * squares, reduction, rows_counted)
-        total = total + z
-    if not return_aux:
-        return total
-    hit = stats[..., 3] if counted is None else stats[..., 3].masked_fill(~counted, 0.0)
-    z = torch.zeros_like(total, requires_grad=False) if z is None else z.detach()
-    return CrossEntropy(total, lse, z, _losses.reduce(hit, reduction, rows_counted))
+    total, _, z, accuracy = totals(results, target, weight, ignore_index, reduction, z_loss)
+    return CrossEntropy(total, results[1], z, accuracy) if return_aux else total
 
 
 def _torchs(op, x, target, weight, ignore_index, reduction, label_smoothing, dim):
