@@ -57,15 +57,36 @@ def _is_sharded(args):
     return module is not None and any(isinstance(t, module.DTensor) for t in args)
 
 
-def _of_shards(op, reference, args):
-    """By the formula, whose operations PyTorch knows how to shard."""
+_RULES = {}  # by the name of an op: its reference, its rowwise
+
+
+def _of_shards(op, args):
+    """By the op on each process's own rows, else by the formula, whose operations PyTorch knows how to shard."""
+    from . import _sharding
+
+    reference, rowwise = _RULES[op._qualname]
     try:
+        if _sharding.keeps_rows(reference, rowwise, args):
+            _sharding.register(_overload(op._qualname), reference, rowwise)
+            return _overload(op._qualname)(*args)
         return _as_given(reference, args)
     except Exception as error:
         raise NotImplementedError(
-            f"{op._qualname.split('::')[1]}: DTensors must be placed so that PyTorch can shard its formula, "
-            "or be given as .to_local() or .full_tensor()"
+            f"{op._qualname.split('::')[1]}: DTensors must be placed so that PyTorch can shard its formula, and all "
+            "tensors be DTensors, or be given as .to_local() or .full_tensor()"
         ) from error
+
+
+def _learn_shards():
+    """PyTorch told of every op, for torch.compile, which meets DTensors after it has read the call."""
+    if "torch.distributed.tensor" in sys.modules:
+        from . import _sharding
+
+        for name, (reference, rowwise) in _RULES.items():
+            _sharding.register(_overload(name), reference, rowwise)
+
+
+_learn_shards._dynamo_marked_constant = True  # as torch.compiler.assume_constant_result does: run, not traced
 
 
 def autocast_dtype(x):
@@ -112,12 +133,13 @@ def differentiable(op, reference, setup_context=None, backward=None, *, like=Non
 
     op.register_kernel("cpu")(direct)
     registered = _by_name(op)
+    _RULES[op._qualname] = reference, rowwise
 
     @replayed
     def forward(*args):
         if is_plain(args):
             return direct(*args)
-        return _of_shards(op, reference, args) if _is_sharded(args) else registered(*args)
+        return _of_shards(op, args) if _is_sharded(args) else registered(*args)
 
     def function_of(forward):
         function = type(
@@ -148,6 +170,7 @@ def differentiable(op, reference, setup_context=None, backward=None, *, like=Non
 
     def call(*args):
         if torch.compiler.is_compiling():
+            _learn_shards()
             return registered(*args)
         if transforms() or _forward_ad():
             return function.apply(*args)
@@ -247,8 +270,13 @@ def _by_name(op):
 
     Variants of one build share their names, and each that is loaded frees what the one before registered.
     """
-    namespace, name = op._qualname.split("::")
-    return lambda *args: getattr(getattr(torch.ops, namespace), name).default(*args)
+    name = op._qualname
+    return lambda *args: _overload(name)(*args)
+
+
+def _overload(qualname):
+    namespace, name = qualname.split("::")
+    return getattr(getattr(torch.ops, namespace), name).default
 
 
 def _vmap_rule(op, rowwise):

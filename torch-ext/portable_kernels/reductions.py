@@ -58,6 +58,7 @@ def cumsum_reference(x, dim, dtype=None, reverse=False):
     """What `cumsum` computes, in plain PyTorch; with `reverse`, from the end."""
     dtype = dtype or (x.dtype if x.is_floating_point() else torch.int64)
     x = x.to(_compute(x, dtype)) if x.is_floating_point() else x
+    dim = dim % x.dim() if x.dim() else dim  # DTensors shard a negative one as if it were no sum
     y = x.flip(dim).cumsum(dim).flip(dim) if reverse and x.dim() else x.cumsum(dim)
     return y.to(dtype)
 
