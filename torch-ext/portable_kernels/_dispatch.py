@@ -182,6 +182,16 @@ def differentiable(op, reference, setup_context=None, backward=None, *, like=Non
     return call
 
 
+def elementwise(*positions):
+    """A `rowwise` for tensors of one shape at these positions, of which each number is a row."""
+
+    def rowwise(*_):
+        return list(positions)
+
+    rowwise.every = True
+    return rowwise
+
+
 def undifferentiable(op, reference, mutates=()):
     """A function that calls `op`, which has no derivative: a backward through it raises.
 

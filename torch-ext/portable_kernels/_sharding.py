@@ -82,7 +82,8 @@ def _rule(reference, rowwise, args):
         if rowwise is None or not (rows := rows_of(args)):
             return None
         whole, lead, results = shapes(args), 0, ()
-        while max(len(args[i].shape) for i in rows) > 1 and all(args[i].shape for i in rows) and rows_of(args) == rows:
+        last = 0 if hasattr(rowwise, "every") else 1  # of a row itself
+        while max(len(args[i].shape) for i in rows) > last and all(args[i].shape for i in rows) and rows_of(args) == rows:
             args = tuple(a._replace(shape=a.shape[1:]) if i in rows else a for i, a in enumerate(args))
             try:
                 part = shapes(args)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from . import _checks
 from ._activation_math import ACTIVATIONS, FORMULAS, activate, activate_gradient, gradient
-from ._dispatch import differentiable, use_kernel
+from ._dispatch import differentiable, elementwise, use_kernel
 from ._ops import add_op_namespace_prefix
 from ._pointwise import elements, launch_pointwise, tile_index
 from ._replay import replayed
@@ -93,7 +93,7 @@ def _(dy, x, activation, a, b):
     return torch.empty_like(x)
 
 
-_activation_bwd = differentiable(activation_bwd, _bwd_reference, like=1, rowwise=lambda *_: [0, 1])
+_activation_bwd = differentiable(activation_bwd, _bwd_reference, like=1, rowwise=elementwise(0, 1))
 
 
 def _setup_context(ctx, inputs, output):
@@ -107,7 +107,7 @@ def _backward(ctx, dy):
 
 
 _activation = differentiable(
-    activation_fwd, activation_reference, _setup_context, _backward, like=0, rowwise=lambda *_: [0]
+    activation_fwd, activation_reference, _setup_context, _backward, like=0, rowwise=elementwise(0)
 )
 
 

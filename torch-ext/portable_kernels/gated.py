@@ -15,7 +15,7 @@ from torch import Tensor
 
 from . import _checks
 from ._activation_math import ACTIVATIONS, FORMULAS, activate, activate_gradient, gradient
-from ._dispatch import differentiable, use_kernel
+from ._dispatch import differentiable, elementwise, use_kernel
 from ._ops import add_op_namespace_prefix
 from ._pointwise import elements, launch_pointwise, tile_index
 from ._replay import replayed
@@ -234,7 +234,7 @@ def _(dy, gate, up, activation, a, b):
     return torch.empty_like(gate), torch.empty_like(gate, dtype=up.dtype)
 
 
-_gated_pair_bwd = differentiable(gated_pair_bwd, _pair_bwd_reference, like=1, rowwise=lambda *_: [0, 1, 2])
+_gated_pair_bwd = differentiable(gated_pair_bwd, _pair_bwd_reference, like=1, rowwise=elementwise(0, 1, 2))
 
 
 def _pair_setup_context(ctx, inputs, output):
@@ -253,7 +253,7 @@ _gated_pair = differentiable(
     _pair_setup_context,
     _pair_backward,
     like=0,
-    rowwise=lambda *_: [0, 1],
+    rowwise=elementwise(0, 1),
 )
 
 
