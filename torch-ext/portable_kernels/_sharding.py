@@ -83,7 +83,10 @@ def _rule(reference, rowwise, args):
             return None
         whole, lead, results = shapes(args), 0, ()
         last = 0 if hasattr(rowwise, "every") else 1  # of a row itself
-        while max(len(args[i].shape) for i in rows) > last and all(args[i].shape for i in rows) and rows_of(args) == rows:
+        while rows_of(args) == rows:
+            ndims = [len(args[i].shape) for i in rows]
+            if min(ndims) == 0 or max(ndims) == last:
+                break
             args = tuple(a._replace(shape=a.shape[1:]) if i in rows else a for i, a in enumerate(args))
             try:
                 part = shapes(args)
