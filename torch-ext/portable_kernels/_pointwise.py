@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 
 from ._device import launch
-from ._rows import Rows, collapse, row_index
+from ._rows import Rows, at, collapse, row_index
 from ._triton import cdiv, next_power_of_2, tl, triton
 
 
@@ -59,17 +59,66 @@ def plan(layout):
 
 
 @triton.jit
-def tile_index(B, M, N, tiles_n, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """(a, b, offs_m, offs_n, mask) of this program's tile; `at` of _rows.py takes the first four."""
+def tile_start(B, M, tiles_n, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """(a, b, offs_m, first column) of this program's tile."""
     pid = tl.program_id(0)
     if tiles_n is None:  # one row: the divisions below would be a third of a kernel's instructions
-        offs_m = tl.arange(0, BLOCK_M)
-        offs_n = tl.cast(pid, tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
-        return 0, 0, offs_m, offs_n, (offs_n < N)[None, :]
+        return 0, 0, tl.arange(0, BLOCK_M), tl.cast(pid, tl.int64) * BLOCK_N
     else:
         a, b, offs_m = row_index(pid // tiles_n, B, M, BLOCK_M)
-        offs_n = tl.cast(pid % tiles_n, tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
-        return a, b, offs_m, offs_n, (offs_m < M)[:, None] & (offs_n < N)[None, :]
+        return a, b, offs_m, tl.cast(pid % tiles_n, tl.int64) * BLOCK_N
+
+
+@triton.jit
+def tile_index(B, M, N, tiles_n, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """(a, b, offs_m, offs_n, mask) of this program's tile; `at` of _rows.py takes the first four."""
+    a, b, offs_m, start = tile_start(B, M, tiles_n, BLOCK_M, BLOCK_N)
+    offs_n = start + tl.arange(0, BLOCK_N)
+    return a, b, offs_m, offs_n, inside(offs_m, M, offs_n, N, tiles_n)
+
+
+@triton.jit
+def inside(offs_m, M, offs_n, N, tiles_n):
+    if tiles_n is None:
+        return (offs_n < N)[None, :]
+    else:
+        return (offs_m < M)[:, None] & (offs_n < N)[None, :]
+
+
+@triton.jit
+def load_halves(
+    first_ptr, second_ptr, first_strides, second_strides, a, b, offs_m, start, M, N, tiles_n,
+    PAIRS: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Two operands of a tile. PAIRS: they alternate in memory, strides are those of both, and one load is enough."""
+    if PAIRS:
+        cols = 2 * start + tl.arange(0, 2 * BLOCK_N)
+        mask = inside(offs_m, M, cols, 2 * N, tiles_n)
+        both = tl.load(at(first_ptr, first_strides, a, b, offs_m, cols), mask=mask, other=0.0)
+        return tl.split(tl.reshape(both, (both.shape[0], BLOCK_N, 2)))
+    else:
+        offs_n = start + tl.arange(0, BLOCK_N)
+        mask = inside(offs_m, M, offs_n, N, tiles_n)
+        first = tl.load(at(first_ptr, first_strides, a, b, offs_m, offs_n), mask=mask, other=0.0)
+        return first, tl.load(at(second_ptr, second_strides, a, b, offs_m, offs_n), mask=mask, other=0.0)
+
+
+@triton.jit
+def store_halves(
+    first, second, first_ptr, second_ptr, first_strides, second_strides, a, b, offs_m, start, M, N, tiles_n,
+    PAIRS: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """As `load_halves` reads."""
+    if PAIRS:
+        cols = 2 * start + tl.arange(0, 2 * BLOCK_N)
+        both = tl.reshape(tl.join(first, second), (first.shape[0], 2 * BLOCK_N))
+        mask = inside(offs_m, M, cols, 2 * N, tiles_n)
+        tl.store(at(first_ptr, first_strides, a, b, offs_m, cols), both, mask=mask)
+    else:
+        offs_n = start + tl.arange(0, BLOCK_N)
+        mask = inside(offs_m, M, offs_n, N, tiles_n)
+        tl.store(at(first_ptr, first_strides, a, b, offs_m, offs_n), first, mask=mask)
+        tl.store(at(second_ptr, second_strides, a, b, offs_m, offs_n), second, mask=mask)
 
 
 def grid_and_tiles(layout, tile):

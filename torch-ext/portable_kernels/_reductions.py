@@ -221,24 +221,10 @@ def _best(x, COMBINE: tl.constexpr, GROUP: tl.constexpr):
 
 @triton.jit
 def _extreme(x, y, COMBINE: tl.constexpr):
-    if COMBINE == "min":
+    if COMBINE == "min" or COMBINE == "argmin":
         return tl.minimum(x, y, propagate_nan=tl.PropagateNan.ALL)
     else:
         return tl.maximum(x, y, propagate_nan=tl.PropagateNan.ALL)
-
-
-@triton.jit
-def _best_index(x, COMBINE: tl.constexpr, GROUP: tl.constexpr, COMPUTE: tl.constexpr):
-    """(the best of each GROUP neighbours, the first place among them where it is)."""
-    LEVELS: tl.constexpr = 3 if GROUP == 8 else 2 if GROUP == 4 else GROUP - 1
-    place = tl.zeros(x.shape, tl.int32)
-    for level in tl.static_range(LEVELS):
-        first, second = _pairs(x)
-        place_1, place_2 = _pairs(place)
-        better = _better(second, first, COMBINE, COMPUTE)
-        x = tl.where(better, second, first)
-        place = tl.where(better, place_2 + (1 << level), place_1)
-    return x, place
 
 
 @triton.jit
@@ -248,16 +234,24 @@ def _safe(top):
 
 
 @triton.jit
+def _take_whole(x, mean, squares, step, GROUP: tl.constexpr):
+    """The moments of groups that have seen `step` times GROUP elements, after as many more: the shares are numbers."""
+    x = grouped(x, GROUP)
+    new = tl.sum(x * (1.0 / GROUP), axis=2)  # divided first: a sum may overflow
+    d = x - new[:, :, None]
+    delta = new - mean
+    before = tl.cast(step, x.dtype)
+    share = 1.0 / (before + 1.0)
+    return mean + delta * share, squares + tl.sum(d * d, axis=2) + delta * (GROUP * before * share) * delta
+
+
+@triton.jit
 def _accumulate(
-    s0, s1, seen, more, x, mask, shift, step,
-    COMBINE: tl.constexpr, TIES: tl.constexpr, GROUP: tl.constexpr, COMPUTE: tl.constexpr,
-):  # fmt: skip
-    """The states after GROUP elements each of x (BLOCK_M, lanes) besides, of which `more` are within the row, and with
-    those how many each has seen."""
+    s0, s1, x, mask, step, COMBINE: tl.constexpr, TIES: tl.constexpr, GROUP: tl.constexpr, COMPUTE: tl.constexpr
+):
+    """The states after GROUP elements each of x (BLOCK_M, lanes) besides."""
     if COMBINE == "sum":
         s0 += x if GROUP == 1 else tl.sum(grouped(x, GROUP), axis=2)
-    elif COMBINE == "moments":
-        s0, s1, seen = take_moments(tl.where(mask, x - shift, 0.0), mask, more, s0, s1, seen)
     elif COMBINE == "logsumexp":
         x = grouped(x, GROUP)
         top = tl.maximum(s0, tl.max(x, axis=2))
@@ -265,9 +259,9 @@ def _accumulate(
         s1 = s1 * exp(s0 - base) + tl.sum(exp(x - base[:, :, None]), axis=2)
         s0 = top
     elif COMBINE == "argmax" or COMBINE == "argmin":
-        best, place = _best_index(x, COMBINE, GROUP, COMPUTE)
+        best = _best(x, COMBINE, GROUP)
         better = _better(best, s0, COMBINE, COMPUTE)
-        s1 = tl.where(better, step * GROUP + place, s1)
+        s1 = tl.where(better, step, s1)
         s0 = tl.where(better, best, s0)
     else:
         before = s0
@@ -276,7 +270,7 @@ def _accumulate(
             zero = tl.full((1, 1), 0, COMPUTE)  # integers count ties too
             equal = grouped(mask, GROUP) & (grouped(x, GROUP) == s0[:, :, None])
             s1 = tl.where(s0 == before, s1, zero) + tl.sum(equal.to(COMPUTE), axis=2)
-    return s0, s1, seen
+    return s0, s1
 
 
 @triton.jit
@@ -371,7 +365,7 @@ def _reduction_fwd_kernel(
         shift_ptr = x_ptr + a * x_strides[0] + b * x_strides[1] + offs_m * x_strides[2]
         shift = tl.load(shift_ptr, mask=mask_m, other=0.0).to(COMPUTE)
     elif COMBINE == "argmax" or COMBINE == "argmin":
-        s1 = tl.zeros((BLOCK_M, STATES), tl.int32) + first * GROUP
+        s1 = tl.zeros((BLOCK_M, STATES), tl.int32) + first
     for step in range(first, tl.minimum(first + split_steps, steps)):
         offs_r, offs_n, mask_k = _lanes(step, R, N, BLOCK_R, BLOCK_N)
         mask = mask_m[:, None] & mask_k[None, :]
@@ -382,16 +376,30 @@ def _reduction_fwd_kernel(
             x = tl.where(mask, x, float("-inf"))
         elif NEUTRAL != 0 or MAP == "power":
             x = tl.where(mask, x, tl.full((1, 1), NEUTRAL, COMPUTE))
-        if COMBINE == "moments":
-            if BLOCK_R == 1:
-                more = within(N, tl.cast(step // R, tl.int64) * BLOCK_N, BLOCK_N, GROUP).to(COMPUTE)
+        if COMBINE == "moments" and BLOCK_R == 1:
+            start = tl.cast(step // R, tl.int64) * BLOCK_N
+            if start + BLOCK_N <= N:
+                s0, s1 = _take_whole(x - shift[:, None], s0, s1, step - first, GROUP)
+                seen = tl.zeros((1, STATES), COMPUTE) + tl.cast(step - first + 1, COMPUTE) * GROUP
             else:
-                more = mask_k.to(COMPUTE)[None, :]
-        s0, s1, seen = _accumulate(s0, s1, seen, more, x, mask, shift[:, None], step, COMBINE, TIES, GROUP, COMPUTE)
+                more = within(N, start, BLOCK_N, GROUP).to(COMPUTE)
+                s0, s1, seen = take_moments(tl.where(mask, x - shift[:, None], 0.0), mask, more, s0, s1, seen)
+        elif COMBINE == "moments":
+            more = mask_k.to(COMPUTE)[None, :]
+            s0, s1, seen = take_moments(tl.where(mask, x - shift[:, None], 0.0), mask, more, s0, s1, seen)
+        else:
+            s0, s1 = _accumulate(s0, s1, x, mask, step, COMBINE, TIES, GROUP, COMPUTE)
     if COMBINE == "argmax" or COMBINE == "argmin":  # one dimension is reduced: R = 1
-        state = tl.arange(0, STATES)[None, :] * GROUP
-        s1 = (s1 // GROUP).to(tl.int64) * BLOCK_N + (s1 % GROUP + state)
+        s1 = s1.to(tl.int64) * BLOCK_N + tl.arange(0, STATES)[None, :] * GROUP
     r0, r1, n = _merge(s0, s1, seen, COMBINE, TIES, NEUTRAL, COMPUTE)
+    if (COMBINE == "argmax" or COMBINE == "argmin") and GROUP > 1:  # which of the neighbours it is
+        near = tl.arange(0, GROUP)
+        offs_n = r1[:, None] + near[None, :]
+        mask = mask_m[:, None] & (offs_n < N)
+        row = x_ptr + a * x_strides[0] + b * x_strides[1] + offs_m * x_strides[2]
+        x = tl.load(row[:, None] + offs_n * x_strides[4], mask=mask, other=0).to(COMPUTE)
+        hit = mask & ((x == r0[:, None]) | ((x != x) & (r0 != r0)[:, None]))
+        r1 += tl.min(tl.where(hit, near[None, :], GROUP), axis=1)
     if s0_ptr is None:
         out = a * y_strides[0] + b * y_strides[1] + offs_m * y_strides[2]
         count = (tl.full((), 0.0, COMPUTE) + R) * N

@@ -18,7 +18,8 @@ from ._activation_math import ACTIVATIONS, FORMULAS, activate, activate_gradient
 from ._device import facts, launch
 from ._dispatch import differentiable, use_kernel
 from ._ops import add_op_namespace_prefix
-from ._pointwise import elements, launch_pointwise, tile_index
+from ._pointwise import elements, plan
+from ._reductions import reduce
 from ._replay import replayed
 from ._rows import at, compute_dtype, row_index, rows, sum_leading
 from ._triton import cdiv, next_power_of_2, round_to, scalar, tl, triton, triton_dtype
@@ -57,22 +58,32 @@ def _residual_scale_add_bwd_reference(dy, x, scale, need_dscale):
     return dx, (dy.to(compute) * x.to(compute)).sum_to_size(scale.shape).to(scale.dtype)
 
 
-@triton.jit(do_not_specialize=["M", "tiles_n"])
+@triton.jit(do_not_specialize=["M", "n_tiles"])
 def _epilogue_fwd_kernel(
-    y_ptr, x_ptr, p_ptr, r_ptr, B, M, N, tiles_n, y_strides, x_strides, p_strides, r_strides, a, b,
-    ACTIVATION: tl.constexpr, PRECISE: tl.constexpr, COMPUTE: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    y_ptr, x_ptr, p_ptr, r_ptr, B, M, N, n_tiles, y_strides, x_strides, p_strides, r_strides, a, b,
+    ACROSS: tl.constexpr, ACTIVATION: tl.constexpr, PRECISE: tl.constexpr, COMPUTE: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """p is the bias of an activation, or the scale of x, with strides of 0 along the dimensions that it lacks."""
-    outer_a, outer_b, offs_m, offs_n, mask = tile_index(B, M, N, tiles_n, BLOCK_M, BLOCK_N)
-    x = tl.load(at(x_ptr, x_strides, outer_a, outer_b, offs_m, offs_n), mask=mask, other=0.0).to(COMPUTE)
-    p = tl.load(at(p_ptr, p_strides, outer_a, outer_b, offs_m, offs_n), mask=mask, other=0.0).to(COMPUTE)
-    if r_ptr is None:
-        y = activate(x + p, a, b, ACTIVATION, PRECISE)
-    else:
-        r = tl.load(at(r_ptr, r_strides, outer_a, outer_b, offs_m, offs_n), mask=mask, other=0.0).to(COMPUTE)
-        y = r + x * p
-    tl.store(at(y_ptr, y_strides, outer_a, outer_b, offs_m, offs_n), round_to(y, y_ptr.dtype.element_ty), mask=mask)
+    """A program owns BLOCK_N columns of every num_programs(1)-th row tile. p: the bias of an activation, or the scale
+    of x, with strides of 0 along the dimensions that it lacks; it is read once, but where it lies ACROSS the rows."""
+    offs_n = tl.cast(tl.program_id(0), tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
+    mask_n = (offs_n < N)[None, :]
+    p = tl.zeros((1, 1), COMPUTE)
+    if not ACROSS:
+        p = tl.load(p_ptr + (offs_n * p_strides[3])[None, :], mask=mask_n, other=0.0).to(COMPUTE)
+    for tile in tl.range(tl.program_id(1), n_tiles, tl.num_programs(1), num_stages=STAGES):
+        outer_a, outer_b, offs_m = row_index(tile, B, M, BLOCK_M)
+        mask = (offs_m < M)[:, None] & mask_n
+        x = tl.load(at(x_ptr, x_strides, outer_a, outer_b, offs_m, offs_n), mask=mask, other=0.0).to(COMPUTE)
+        q = p
+        if ACROSS:
+            q = tl.load(at(p_ptr, p_strides, outer_a, outer_b, offs_m, offs_n), mask=mask, other=0.0).to(COMPUTE)
+        if r_ptr is None:
+            y = activate(x + q, a, b, ACTIVATION, PRECISE)
+        else:
+            r = tl.load(at(r_ptr, r_strides, outer_a, outer_b, offs_m, offs_n), mask=mask, other=0.0).to(COMPUTE)
+            y = r + x * q
+        tl.store(at(y_ptr, y_strides, outer_a, outer_b, offs_m, offs_n), round_to(y, y_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit(do_not_specialize=["M", "n_tiles"])
@@ -101,12 +112,18 @@ def _epilogue_bwd_kernel(
         out = ((outer_a * B + outer_b) * M + offs_m)[:, None] * N + offs_n[None, :]
         tl.store(dx_ptr + out, round_to(dx, dx_ptr.dtype.element_ty), mask=mask)
     if dp_ptr is not None:
-        tl.store(dp_ptr + tl.cast(pid_m, tl.int64) * N + offs_n, tl.sum(dp, axis=0), mask=offs_n < N)
+        dp = round_to(tl.sum(dp, axis=0), dp_ptr.dtype.element_ty)
+        tl.store(dp_ptr + tl.cast(pid_m, tl.int64) * N + offs_n, dp, mask=offs_n < N)
 
 
 def _options(compute, activation, operands):
     precise = compute == torch.float32 and any(t is not None and t.dtype == torch.float32 for t in operands)
     return {"ACTIVATION": activation, "PRECISE": precise, "COMPUTE": triton_dtype(compute)}
+
+
+def _plan(layout):
+    """(tile, programs a multiprocessor, stages)."""
+    return plan(layout), 32, 1
 
 
 def _forward(x, param, residual, dtype, activation, a, b):
@@ -117,9 +134,17 @@ def _forward(x, param, residual, dtype, activation, a, b):
         layout, operands = elements(y, *inputs)
         if residual is None:
             operands, layout = (*operands, None), layout._replace(strides=(*layout.strides, layout.strides[0]))
-        launch_pointwise(
-            _epilogue_fwd_kernel, layout, operands, scalar(a, compute), scalar(b, compute),
-            **_options(compute, activation, (y, *inputs[1:])),
+        tile, programs, stages = _plan(layout)
+        tiles_n = cdiv(layout.N, tile.BLOCK_N)
+        parts = min(layout.blocks(tile.BLOCK_M), cdiv(programs * facts(x.device).multiprocessors, tiles_n))
+        launch(
+            _epilogue_fwd_kernel,
+            (tiles_n, parts),
+            x.device,
+            (*operands, layout.B, layout.M, layout.N, layout.blocks(tile.BLOCK_M), *layout.strides,
+             scalar(a, compute), scalar(b, compute)),
+            ACROSS=any(layout.strides[2][:3]), **_options(compute, activation, (y, *inputs[1:])), STAGES=stages,
+            **tile._asdict(),
         )  # fmt: skip
     return y
 
@@ -130,10 +155,12 @@ def _backward_plan(layout, itemsize, device):
     0.56 of a copy for gelu and 0.69 for silu without it, H200 bf16.
     """
     tile = _norms.plan_columns(itemsize, device)
-    lines = (
-        tile.BLOCK_N if all(s[3] == 1 for s in layout.strides) else 64
-    )  # what is contiguous along M is read in lines
-    BLOCK_N = min(next_power_of_2(layout.N), lines)
+    if layout.A * layout.B == 1 and layout.M <= 64:  # a tile has all rows, and no sum is left for another launch
+        BLOCK_M = next_power_of_2(layout.M)
+        BLOCK_N = min(next_power_of_2(layout.N), 4096 // BLOCK_M, 512)
+        return tile._replace(BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, STAGES=1), 1
+    # What is contiguous along M is read in lines.
+    BLOCK_N = min(next_power_of_2(layout.N), tile.BLOCK_N if all(s[3] == 1 for s in layout.strides) else 64)
     tile = tile._replace(BLOCK_M=tile.BLOCK_M * tile.BLOCK_N // BLOCK_N, BLOCK_N=BLOCK_N)
     parts = cdiv(tile.programs * device.multiprocessors, cdiv(layout.N, BLOCK_N))
     return tile, min(layout.blocks(tile.BLOCK_M), parts)
@@ -147,20 +174,28 @@ def _backward(dy, x, param, need_dp, activation, a, b):
     compute = compute_dtype(dy, x, param)
     layout, (dy, x) = rows(dy, x)
     tile, parts = _backward_plan(layout, dy.element_size() + x.element_size(), facts(x.device))
-    dp = torch.empty((parts, layout.N), dtype=compute, device=x.device) if need_dp else None
+    each = param.numel() == layout.N  # column has a number of its own
+    dp = None
+    if need_dp:
+        alone = each and parts == 1
+        dp = torch.empty((parts, layout.N), dtype=param.dtype if alone else compute, device=x.device)
     launch(
         _epilogue_bwd_kernel,
         (cdiv(layout.N, tile.BLOCK_N), parts),
         x.device,
         (dy, x, param, dx, dp, layout.B, layout.M, layout.N, layout.blocks(tile.BLOCK_M), *layout.strides,
          param.stride(0) if param.numel() > 1 else 0, scalar(a, compute), scalar(b, compute)),
-        **_options(compute, activation, (dx, dp)), BLOCK_M=tile.BLOCK_M, BLOCK_N=tile.BLOCK_N, STAGES=tile.STAGES,
-        num_warps=tile.num_warps,
+        **_options(compute, activation, (dx, param if need_dp else None)),
+        BLOCK_M=tile.BLOCK_M, BLOCK_N=tile.BLOCK_N, STAGES=tile.STAGES, num_warps=tile.num_warps,
     )  # fmt: skip
     if not need_dp:
         return dx, x.new_empty(0)
-    dp = dp.sum(0) if param.numel() == layout.N else dp.sum()
-    return dx, dp.to(param.dtype).view(param.shape)
+    if each and parts > 1:
+        parts, dp = dp, torch.empty(layout.N, dtype=param.dtype, device=x.device)
+        reduce(parts, (0,), dp, None, "sum", 0.0, compute)
+    elif not each:
+        dp = dp.sum().to(param.dtype)
+    return dx, dp.view(param.shape)
 
 
 def _fake_backward(x, param, need_dp):

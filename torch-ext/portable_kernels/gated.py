@@ -17,7 +17,7 @@ from . import _checks
 from ._activation_math import ACTIVATIONS, FORMULAS, activate, activate_gradient, gradient
 from ._dispatch import differentiable, elementwise, use_kernel
 from ._ops import add_op_namespace_prefix
-from ._pointwise import elements, launch_pointwise, tile_index
+from ._pointwise import elements, inside, launch_pointwise, load_halves, store_halves, tile_start
 from ._replay import replayed
 from ._rows import at, compute_dtype, rows
 from ._triton import round_to, scalar, tl, triton, triton_dtype
@@ -80,13 +80,22 @@ def _pair_bwd_reference(dy, gate, up, activation, a, b):
 
 @triton.jit
 def _load(
-    gate_ptr, up_ptr, gate_strides, up_strides, a, b, offs_m, offs_n, mask, limit, up_offset, COMPUTE: tl.constexpr
-):
+    gate_ptr, up_ptr, gate_strides, up_strides, a, b, offs_m, start, M, N, tiles_n, limit, up_offset,
+    PAIRS: tl.constexpr, COMPUTE: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
     """gate clamped, whether its gradient passes the clamp, and the same of up with the offset added."""
-    gate = tl.load(at(gate_ptr, gate_strides, a, b, offs_m, offs_n), mask=mask, other=0.0).to(COMPUTE)
-    up = tl.load(at(up_ptr, up_strides, a, b, offs_m, offs_n), mask=mask, other=0.0).to(COMPUTE)
-    gate_open = mask
-    up_open = mask
+    if PAIRS == "up first":
+        up, gate = load_halves(
+            up_ptr, gate_ptr, up_strides, gate_strides, a, b, offs_m, start, M, N, tiles_n, True, BLOCK_N
+        )
+    else:
+        gate, up = load_halves(
+            gate_ptr, up_ptr, gate_strides, up_strides, a, b, offs_m, start, M, N, tiles_n, PAIRS is not None, BLOCK_N
+        )
+    gate = gate.to(COMPUTE)
+    up = up.to(COMPUTE)
+    gate_open = gate == gate
+    up_open = gate_open
     if limit is not None:
         limit = tl.full((1, 1), limit, COMPUTE)  # a float64 constant would be compared as float32
         gate_open = gate <= limit
@@ -99,14 +108,18 @@ def _load(
 @triton.jit(do_not_specialize=["M", "tiles_n"])
 def _gated_fwd_kernel(
     y_ptr, gate_ptr, up_ptr, B, M, N, tiles_n, y_strides, gate_strides, up_strides, a, b, limit, up_offset,
-    ACTIVATION: tl.constexpr, PRECISE: tl.constexpr, COMPUTE: tl.constexpr,
+    PAIRS: tl.constexpr, ACTIVATION: tl.constexpr, PRECISE: tl.constexpr, COMPUTE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    outer_a, outer_b, offs_m, offs_n, mask = tile_index(B, M, N, tiles_n, BLOCK_M, BLOCK_N)
+    """PAIRS: "gate first" or "up first" where gate and up alternate in memory; their strides are those of both."""
+    outer_a, outer_b, offs_m, start = tile_start(B, M, tiles_n, BLOCK_M, BLOCK_N)
     gate, _, up, _ = _load(
-        gate_ptr, up_ptr, gate_strides, up_strides, outer_a, outer_b, offs_m, offs_n, mask, limit, up_offset, COMPUTE
-    )
+        gate_ptr, up_ptr, gate_strides, up_strides, outer_a, outer_b, offs_m, start, M, N, tiles_n, limit, up_offset,
+        PAIRS, COMPUTE, BLOCK_N,
+    )  # fmt: skip
     y = round_to(activate(gate, a, b, ACTIVATION, PRECISE) * up, y_ptr.dtype.element_ty)
+    offs_n = start + tl.arange(0, BLOCK_N)
+    mask = inside(offs_m, M, offs_n, N, tiles_n)
     tl.store(at(y_ptr, y_strides, outer_a, outer_b, offs_m, offs_n), y, mask=mask)
 
 
@@ -114,14 +127,17 @@ def _gated_fwd_kernel(
 def _gated_bwd_kernel(
     dgate_ptr, dup_ptr, dy_ptr, gate_ptr, up_ptr, B, M, N, tiles_n,
     dgate_strides, dup_strides, dy_strides, gate_strides, up_strides, a, b, limit, up_offset,
-    ACTIVATION: tl.constexpr, PRECISE: tl.constexpr, COMPUTE: tl.constexpr,
+    PAIRS: tl.constexpr, ACTIVATION: tl.constexpr, PRECISE: tl.constexpr, COMPUTE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    outer_a, outer_b, offs_m, offs_n, mask = tile_index(B, M, N, tiles_n, BLOCK_M, BLOCK_N)
+    outer_a, outer_b, offs_m, start = tile_start(B, M, tiles_n, BLOCK_M, BLOCK_N)
+    offs_n = start + tl.arange(0, BLOCK_N)
+    mask = inside(offs_m, M, offs_n, N, tiles_n)
     dy = tl.load(at(dy_ptr, dy_strides, outer_a, outer_b, offs_m, offs_n), mask=mask, other=0.0).to(COMPUTE)
     gate, gate_open, up, up_open = _load(
-        gate_ptr, up_ptr, gate_strides, up_strides, outer_a, outer_b, offs_m, offs_n, mask, limit, up_offset, COMPUTE
-    )
+        gate_ptr, up_ptr, gate_strides, up_strides, outer_a, outer_b, offs_m, start, M, N, tiles_n, limit, up_offset,
+        PAIRS, COMPUTE, BLOCK_N,
+    )  # fmt: skip
     dgate = activate_gradient(dy * up, gate, a, b, ACTIVATION, PRECISE)
     dup = dy * activate(gate, a, b, ACTIVATION, PRECISE)
     if limit is not None:
@@ -129,29 +145,42 @@ def _gated_bwd_kernel(
         dup = tl.where(up_open, dup, 0.0)
     dgate = round_to(dgate, dgate_ptr.dtype.element_ty)
     dup = round_to(dup, dup_ptr.dtype.element_ty)
-    tl.store(at(dgate_ptr, dgate_strides, outer_a, outer_b, offs_m, offs_n), dgate, mask=mask)
-    tl.store(at(dup_ptr, dup_strides, outer_a, outer_b, offs_m, offs_n), dup, mask=mask)
+    if PAIRS == "up first":
+        store_halves(
+            dup, dgate, dup_ptr, dgate_ptr, dup_strides, dgate_strides, outer_a, outer_b, offs_m, start, M, N, tiles_n,
+            True, BLOCK_N,
+        )  # fmt: skip
+    else:
+        store_halves(
+            dgate, dup, dgate_ptr, dup_ptr, dgate_strides, dup_strides, outer_a, outer_b, offs_m, start, M, N, tiles_n,
+            PAIRS is not None, BLOCK_N,
+        )  # fmt: skip
 
 
-def _launch(kernel, layout, operands, activation, a, b, limit=None, up_offset=0.0):
+def _launch(kernel, layout, operands, activation, a, b, limit=None, up_offset=0.0, pairs=None):
     """Over operands whose last two are gate and up."""
     compute = compute_dtype(*operands[-2:])
     precise = compute == torch.float32 and any(t.dtype == torch.float32 for t in operands)
     launch_pointwise(
         kernel, layout, operands, scalar(a, compute), scalar(b, compute),
         limit if limit is None else scalar(limit, compute), scalar(up_offset, compute),
-        ACTIVATION=activation, PRECISE=precise, COMPUTE=triton_dtype(compute),
+        PAIRS=pairs, ACTIVATION=activation, PRECISE=precise, COMPUTE=triton_dtype(compute),
     )  # fmt: skip
 
 
-def _launch_packed(kernel, outputs, inputs, *params):
+def _launch_packed(kernel, outputs, inputs, gate_first, interleaved, *params):
     """Outputs are a contiguous tensor, or its halves: their rows are even, so that only inputs may need a copy."""
-    layout, inputs = rows(*inputs)
+    layout, found = rows(*inputs)
     A, B, M, N, strides = layout
     width = outputs[0].stride(-2) if outputs[0].dim() > 1 else 0
     step = outputs[0].stride(-1)
-    layout = layout._replace(strides=((B * M * width, M * width, width, step),) * len(outputs) + strides)
-    _launch(kernel, layout, (*outputs, *inputs), *params)
+    strides = ((B * M * width, M * width, width, step),) * len(outputs) + strides
+    pairs = None
+    if interleaved and found[-1] is inputs[-1]:  # not where they were copied apart
+        pairs = "gate first" if gate_first else "up first"
+        halves = (len(outputs) > 1,) * len(outputs) + (False,) * (len(inputs) - 2) + (True,) * 2
+        strides = tuple((*s[:3], s[3] // 2) if half else s for s, half in zip(strides, halves))
+    _launch(kernel, layout._replace(strides=strides), (*outputs, *found), *params, pairs=pairs)
 
 
 @torch.library.custom_op(add_op_namespace_prefix("gated_fwd"), mutates_args=())
@@ -162,7 +191,7 @@ def gated_fwd(
     y = torch.empty((*x.shape[:-1], x.shape[-1] // 2), dtype=x.dtype, device=x.device)
     if y.numel():
         halves = _split(x, gate_first, interleaved)
-        _launch_packed(_gated_fwd_kernel, (y,), halves, activation, a, b, limit, up_offset)
+        _launch_packed(_gated_fwd_kernel, (y,), halves, gate_first, interleaved, activation, a, b, limit, up_offset)
     return y
 
 
@@ -179,7 +208,9 @@ def gated_bwd(
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if dx.numel():
         dhalves, halves = _split(dx, gate_first, interleaved), _split(x, gate_first, interleaved)
-        _launch_packed(_gated_bwd_kernel, dhalves, (dy, *halves), activation, a, b, limit, up_offset)
+        _launch_packed(
+            _gated_bwd_kernel, dhalves, (dy, *halves), gate_first, interleaved, activation, a, b, limit, up_offset
+        )
     return dx
 
 

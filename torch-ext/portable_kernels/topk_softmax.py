@@ -98,11 +98,31 @@ def _topk_softmax_fwd_kernel(
 
 
 @triton.jit(do_not_specialize=["M"])
+def _topk_softmax_bwd_kernel_chosen(
+    dw_ptr, x_ptr, i_ptr, dx_ptr, B, M, N, x_strides,
+    K: tl.constexpr, COMPUTE: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_M: tl.constexpr,
+):  # fmt: skip
+    """dx at the k chosen, whose weights sum to 1: nothing else of x has a part in them. dx is 0 before."""
+    a, b, offs_m = row_index(tl.program_id(0), B, M, BLOCK_M)
+    row = ((a * B + b) * M + offs_m)[:, None]
+    offs_k = tl.arange(0, BLOCK_K)[None, :]
+    mask = (offs_m < M)[:, None] & (offs_k < K)
+    index = tl.load(i_ptr + row * K + offs_k, mask=mask, other=0)
+    x_row = (x_ptr + a * x_strides[0] + b * x_strides[1] + offs_m * x_strides[2])[:, None]
+    x = tl.load(x_row + index * x_strides[3], mask=mask, other=float("-inf")).to(COMPUTE)
+    dw = tl.load(dw_ptr + row * K + offs_k, mask=mask, other=0.0).to(COMPUTE)
+    e = exp(x - tl.max(x, axis=1)[:, None])
+    w = e / tl.sum(e, axis=1)[:, None]
+    dx = w * (dw - tl.sum(dw * w, axis=1)[:, None])
+    tl.store(dx_ptr + row * N + index, round_to(dx, dx_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=["M"])
 def _topk_softmax_bwd_kernel(
     dw_ptr, x_ptr, i_ptr, dx_ptr, B, M, N, x_strides,
-    K: tl.constexpr, RENORMALIZE: tl.constexpr, COMPUTE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    K: tl.constexpr, COMPUTE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """dx = q * (g - sum(g * q)), g the gradient at the k chosen, q = p, or what of p is chosen, renormalised."""
+    """dx = p * (g - sum(g * p)), g the gradient at the k chosen."""
     a, b, offs_m = row_index(tl.program_id(0), B, M, BLOCK_M)
     row = (a * B + b) * M + offs_m
     mask_m = offs_m < M
@@ -117,15 +137,25 @@ def _topk_softmax_bwd_kernel(
         here = offs_n == index[:, None]
         g = tl.where(here, dw[:, None], g)
         chosen = chosen | here
-    q = e / total[:, None]
-    if RENORMALIZE:
-        q = tl.where(chosen, q, 0.0)
-        q = q / tl.sum(q, axis=1)[:, None]
-    dx = q * (g - tl.sum(tl.where(chosen, g * q, 0.0), axis=1)[:, None])
+    p = e / total[:, None]
+    dx = p * (g - tl.sum(tl.where(chosen, g * p, 0.0), axis=1)[:, None])
     tl.store(dx_ptr + row[:, None] * N + offs_n, round_to(dx, dx_ptr.dtype.element_ty), mask=mask)
 
 
-def _launch(kernel, before, x, after, k, renormalize, compute, **blocks):
+def _launch_chosen(dweights, x, indices, dx, k, compute):
+    layout, (x,) = rows(x)
+    BLOCK_K = next_power_of_2(k)
+    BLOCK_M = max(512 // BLOCK_K, 1)
+    launch(
+        _topk_softmax_bwd_kernel_chosen,
+        (layout.blocks(BLOCK_M),),
+        x.device,
+        (dweights, x, indices, dx, layout.B, layout.M, layout.N, *layout.strides),
+        K=k, COMPUTE=triton_dtype(compute), BLOCK_K=BLOCK_K, BLOCK_M=BLOCK_M, num_warps=4,
+    )  # fmt: skip
+
+
+def _launch(kernel, before, x, after, k, compute, **constants):
     layout, (x,) = rows(x)
     BLOCK_M, BLOCK_N, num_warps = _plan(layout.N, facts(x.device).max_warps)
     launch(
@@ -133,8 +163,7 @@ def _launch(kernel, before, x, after, k, renormalize, compute, **blocks):
         (layout.blocks(BLOCK_M),),
         x.device,
         (*before, x, *after, layout.B, layout.M, layout.N, *layout.strides),
-        K=k, RENORMALIZE=renormalize, COMPUTE=triton_dtype(compute), **blocks, BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N,
-        num_warps=num_warps,
+        K=k, COMPUTE=triton_dtype(compute), **constants, BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, num_warps=num_warps,
     )  # fmt: skip
 
 
@@ -144,8 +173,8 @@ def topk_softmax_fwd(x: Tensor, k: int, renormalize: bool, dtype: torch.dtype) -
     indices = torch.empty(weights.shape, dtype=torch.int64, device=x.device)
     if weights.numel():
         _launch(
-            _topk_softmax_fwd_kernel, (), x, (weights, indices), k, renormalize, compute_dtype(x, weights),
-            BLOCK_K=next_power_of_2(k),
+            _topk_softmax_fwd_kernel, (), x, (weights, indices), k, compute_dtype(x, weights),
+            RENORMALIZE=renormalize, BLOCK_K=next_power_of_2(k),
         )  # fmt: skip
     return weights, indices
 
@@ -158,11 +187,14 @@ def _(x, k, renormalize, dtype):
 
 @torch.library.custom_op(add_op_namespace_prefix("topk_softmax_bwd"), mutates_args=())
 def topk_softmax_bwd(dweights: Tensor, x: Tensor, indices: Tensor, renormalize: bool) -> Tensor:
-    dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    dx = (torch.zeros if renormalize else torch.empty)(x.shape, dtype=x.dtype, device=x.device)
     if dx.numel():
-        k = indices.shape[-1]
-        before = dweights.contiguous(), x, indices.contiguous()  # k numbers a row
-        _launch(_topk_softmax_bwd_kernel, before[:1], x, (before[2], dx), k, renormalize, compute_dtype(dweights, x))
+        k, compute = indices.shape[-1], compute_dtype(dweights, x)
+        dweights, indices = dweights.contiguous(), indices.contiguous()  # k numbers a row
+        if renormalize:
+            _launch_chosen(dweights, x, indices, dx, k, compute)
+        else:
+            _launch(_topk_softmax_bwd_kernel, (dweights,), x, (indices, dx), k, compute)
     return dx
 
 
