@@ -163,10 +163,15 @@ def _no_classes(x, target, dim, ignore_index, compute):
 
 @triton.jit
 def _logits(x, scale, cap, mask):
-    z = x * scale
+    """x is -inf where masked; scale: None for 1."""
+    z = x
+    if scale is not None:
+        z = z * scale
     if cap is not None:
         z = cap * activate(z / cap, 0.0, 0.0, "tanh", z.dtype == tl.float32)
-    return tl.where(mask, z, float("-inf"))
+    if scale is not None or cap is not None:
+        z = tl.where(mask, z, float("-inf"))
+    return z
 
 
 @triton.jit
@@ -206,7 +211,7 @@ def _cross_entropy_fwd_kernel(
         valid = counted & (label >= 0) & (label < N)
         index = tl.where(valid, label, 0).to(tl.int64)
         x_row = x_ptr + a * x_strides[0] + b * x_strides[1] + offs_m * x_strides[2]
-        z_y = tl.load(x_row + index * x_strides[3], mask=valid, other=0.0).to(COMPUTE)
+        z_y = tl.load(x_row + index * x_strides[3], mask=valid, other=float("-inf")).to(COMPUTE)
         z_y = _logits(z_y, scale, cap, valid)
         if SKIP:
             reads = counted
@@ -342,9 +347,12 @@ def _cross_entropy_bwd_kernel(
         if w_ptr is not None:
             share *= tl.load(w_ptr + index, mask=valid, other=0.0).to(COMPUTE)
         dx -= tl.where(cols[None, :] == index[:, None], share[:, None], 0.0)
-    dx *= scale
+    t = x
+    if scale is not None:
+        dx *= scale
+        t = x * scale
     if cap is not None:
-        e = exp(-2.0 * tl.abs(x * scale / cap))
+        e = exp(-2.0 * tl.abs(t / cap))
         dx *= 4.0 * e / ((1.0 + e) * (1.0 + e))  # not 1 - tanh^2, of which little is left far out
     tl.store(at(dx_ptr, dx_strides, a, b, offs_m, cols), round_to(dx, dx_ptr.dtype.element_ty), mask=mask)
     if dt_ptr is not None:
@@ -372,7 +380,7 @@ def _forward(
         (programs,),
         x.device,
         (x, target, _dense(weight), loss, lse, stats, parts, layout.B, layout.M, layout.N, *layout.strides,
-         ignore_index, scalar(keep, compute), scalar(uniform, compute), scalar(scale, compute),
+         ignore_index, scalar(keep, compute), scalar(uniform, compute), None if scale == 1 else scalar(scale, compute),
          cap if cap is None else scalar(cap, compute)),
         SOFT=soft, SMOOTH=uniform != 0, SKIP=skip and not soft, PARTIAL=partial, ALL=every,
         LOWEST=_online.lowest(compute), COMPUTE=triton_dtype(compute),
@@ -473,8 +481,9 @@ def cross_entropy_bwd(
             x.device,
             (dloss, dlse, x, target, _dense(weight), stats.contiguous(), counts, dx, dt if need_dt else None,
              layout.B, layout.M, layout.N, dloss_strides, dlse_strides, x_strides, t_strides, dx_strides, dt_strides,
-             ignore_index, scalar(keep, compute), scalar(uniform, compute), scalar(scale, compute),
-             cap if cap is None else scalar(cap, compute), scalar(2.0 * z_loss, compute) if z_loss else None),
+             ignore_index, scalar(keep, compute), scalar(uniform, compute),
+             None if scale == 1 else scalar(scale, compute), cap if cap is None else scalar(cap, compute),
+             scalar(2.0 * z_loss, compute) if z_loss else None),
             SOFT=soft, SMOOTH=uniform != 0, COMPUTE=triton_dtype(compute), **plan._asdict(),
         )  # fmt: skip
     return dx, dt
