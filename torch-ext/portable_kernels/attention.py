@@ -246,7 +246,7 @@ def flash_attn_varlen_func(
         out (Tq, H, D of v), contiguous; lse (H, Tq). Rows of no sequence give 0, and lse -inf.
     Raises:
         TypeError, ValueError, NotImplementedError: as `flash_attn_func`; block_table where a gradient is asked for.
-    Numerics, autograd, autocast: as `flash_attn_func`.
+    Numerics, Autograd, autocast, Source: as `flash_attn_func`.
     """
     op = "flash_attn_varlen_func"
     _check(op, q, k, v, 3, dropout_p, softmax_scale, window_size, softcap, alibi_slopes, s_aux, block_table is not None)
@@ -305,7 +305,8 @@ def scaled_dot_product_attention(
     Raises:
         TypeError, ValueError: a dtype, shape or number other than these; attn_mask with is_causal.
         NotImplementedError: a second derivative, for which there is `scaled_dot_product_attention_reference`.
-    Numerics, autograd, autocast: as `flash_attn_func`. A query that sees no key gives 0.
+    Numerics, Autograd, autocast: as `flash_attn_func`. A query that sees no key gives 0.
+    Source: torch.nn.functional.scaled_dot_product_attention; how it is computed, as `flash_attn_func`.
     """
     op = "scaled_dot_product_attention"
     names = ("query", "key", "value")

@@ -219,7 +219,7 @@ def dropout_add(
         Of that shape and the dtype that x and residual promote to; with x's strides where it is dense.
     Raises:
         TypeError, ValueError: as `dropout`; residual is not of x's shape.
-    Numerics: as `dropout`, rounded once after the sum. Autograd: as `dropout`.
+    Numerics: as `dropout`, rounded once after the sum. Autograd, Source: as `dropout`.
     """
     _check("dropout_add", x, p, training, seed, residual)
     if p == 0 or not training:

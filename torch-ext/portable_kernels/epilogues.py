@@ -313,6 +313,7 @@ def bias_act(x: Tensor, bias: Tensor, activation: str) -> Tensor:
         TypeError: dtype not listed.   ValueError: bias is not (N,); unknown activation.
     Numerics: computed in float32, in float64 where an argument is float64, and rounded once: x + bias is not rounded.
         The gradient of the bias is deterministic. Autograd: first and second derivative, vmap; forward mode raises.
+    Source: torch.nn.functional.linear's bias, then torch.nn.functional's activation.
     """
     _checks.tensors("bias_act", x, bias=bias)
     _given("bias_act", "bias", bias)

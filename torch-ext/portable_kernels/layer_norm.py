@@ -436,6 +436,7 @@ def add_layer_norm(
         TypeError, ValueError: as `layer_norm`; residual is not of x's shape.
     Numerics: y comes from the rounded s, so that it equals the two separate calls. Autograd: as `layer_norm`, with
         gradients flowing in through both results.
+    Source: as `layer_norm`, behind a residual connection.
     """
     _check("add_layer_norm", x, weight, bias, eps, residual=residual)
     _norms.check_residual("add_layer_norm", x, residual, residual_dtype)

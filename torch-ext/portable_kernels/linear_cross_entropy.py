@@ -149,7 +149,7 @@ def token_log_probs(
     Raises:
         TypeError, ValueError: dtype, shape or value not listed.   IndexError: an id is no token, on a CPU. On a GPU
         its log-probability is NaN.
-    Numerics, autocast, autograd: as `linear_cross_entropy` with reduction="none".
+    Numerics, Autograd, autocast, Source: as `linear_cross_entropy` with reduction="none".
     """
     op = "token_log_probs"
     x, linear_weight, _ = _operands(op, x, linear_weight, None, chunk_bytes)

@@ -295,6 +295,7 @@ def matmul(
         multiples of 16 bytes.
     Autograd: any derivative, vmap; forward mode raises. Where an activation is differentiated, a @ b is kept in a's
         dtype.
+    Source: torch.matmul.
     """
     op = "matmul"
     _checks.tensors(op, a, first="a", b=b, bias=bias, residual=residual)
@@ -345,6 +346,7 @@ def linear(
     Returns:
         (..., N), contiguous.
     Raises, Numerics, Autograd: as `matmul`.
+    Source: torch.nn.functional.linear.
     """
     op = "linear"
     _checks.tensors(op, x, weight=weight, bias=bias, residual=residual)

@@ -499,6 +499,7 @@ def add_rms_norm(
         TypeError, ValueError: as `rms_norm`; residual is not of x's shape.
     Numerics: y comes from the rounded s, so that it equals the two separate calls. Autograd: as `rms_norm`, with
         gradients flowing in through both results.
+    Source: as `rms_norm`, behind a residual connection.
     """
     _check("add_rms_norm", x, weight, bias, eps, offset, casting, residual=residual)
     _norms.check_residual("add_rms_norm", x, residual, residual_dtype)

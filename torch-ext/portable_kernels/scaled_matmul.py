@@ -162,6 +162,7 @@ def scaled_matmul(
         TypeError: dtype not listed; a scale that is missing or not float32.   ValueError: shapes that do not fit.
     Numerics: products are exact, sums and scales in float32. Scales that a whole row shares are applied to its sums.
     Autograd: refused; an error when a gradient flows in.
+    Source: torch._scaled_mm.
     """
     _check(a, b, scale_a, scale_b, bias, out_dtype, fast_accum)
     return _scaled_product(a, b, scale_a, scale_b, bias, out_dtype, fast_accum)
@@ -193,6 +194,7 @@ def quantize_fp8(
     Numerics: scales come from the finite elements. Infinities saturate, NaN stays NaN; zeros alone give the scale 1,
         and no scale is below 2^-126. The same bits on every device: x is multiplied by the scale's rounded inverse.
     Autograd: refused; an error when a gradient flows in.
+    Source: Micikevicius et al., "FP8 formats for deep learning", 2022; blocks: DeepSeek-V3 technical report, 2024.
     """
     _checks.tensors("quantize_fp8", x)
     _fp8_dtype("quantize_fp8", "dtype", dtype)
