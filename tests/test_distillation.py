@@ -219,9 +219,11 @@ def test_opcheck(family, device):
     torch.library.opcheck(family.distillation_fwd, (x, teacher, None, -100, 0.0, 1.0))
     torch.library.opcheck(family.distillation_fwd, (x, far, labels, -100, 0.5, 2.0))
     dloss, stats = torch.rand(3, device=device), torch.rand(3, 6, device=device)
-    torch.library.opcheck(family.distillation_bwd, (dloss, x, teacher, None, stats, -100, 0.0, 1.0, True, False))
-    torch.library.opcheck(family.distillation_bwd, (dloss, x, far, labels, stats, -100, 0.5, 2.0, True, True))
-    torch.library.opcheck(family.distillation_bwd, (dloss, x, far, labels, stats, -100, 0.0, 2.0, False, True))
+    torch.library.opcheck(family.distillation_bwd, (dloss, x, teacher, None, stats, None, -100, 0.0, 1.0, True, False))
+    torch.library.opcheck(family.distillation_bwd, (dloss, x, far, labels, stats, None, -100, 0.5, 2.0, True, True))
+    count = torch.full((1,), 2.0, device=device)
+    torch.library.opcheck(family.distillation_bwd, (dloss, x, far, labels, stats, count, -100, 0.0, 2.0, False, True))
+    torch.library.opcheck(family.distillation_total_fwd, (x, far, labels, -100, 0.5, 2.0, "mean"))
 
 
 def test_direct_launch_is_the_op(family, device, on_kernels):

@@ -17,7 +17,8 @@ from torch import Tensor
 
 from . import _checks, _losses, _online
 from ._device import facts, launch
-from ._dispatch import differentiable
+from ._dispatch import differentiable, is_plain
+from ._losses import store_part
 from ._online import finish, grouped, take
 from ._ops import add_op_namespace_prefix
 from ._replay import replayed
@@ -79,8 +80,16 @@ def _fwd_reference(x, teacher, labels, ignore_index, beta, temperature):
     return loss, torch.stack(stats + parts, -1).detach()
 
 
-def _bwd_reference(dloss, x, teacher, labels, stats, ignore_index, beta, temperature, need_dx, need_dt):
+def _total_reference(x, teacher, labels, ignore_index, beta, temperature, reduction):
+    loss, stats = _fwd_reference(x, teacher, labels, ignore_index, beta, temperature)
+    counted = torch.ones_like(loss) if labels is None else (labels != ignore_index).to(loss.dtype)
+    count = counted.sum() if reduction == "mean" else loss.new_ones(())
+    return loss.sum() / count, stats, count.unsqueeze(0)
+
+
+def _bwd_reference(dloss, x, teacher, labels, stats, count, ignore_index, beta, temperature, need_dx, need_dt):
     compute = stats.dtype
+    dloss = dloss if count is None else dloss / count
     logp, logq = (_log_softmax(t, labels, ignore_index, temperature, compute) for t in (x, teacher))
     p, q = torch.exp(logp), torch.exp(logq)
     of_p, of_q = _terms(logp, logq, beta)
@@ -125,7 +134,7 @@ def _load_counted(l_ptr, l_strides, a, b, offs_m, mask_m, ignore_index):
 
 @triton.jit(do_not_specialize=["ignore_index"])
 def _distillation_fwd_kernel(
-    x_ptr, t_ptr, l_ptr, loss_ptr, stats_ptr, B, M, N, x_strides, t_strides, l_strides,
+    x_ptr, t_ptr, l_ptr, loss_ptr, stats_ptr, parts_ptr, B, M, N, x_strides, t_strides, l_strides,
     ignore_index, beta, log_rest, log_beta, inverse, factor,
     MIX: tl.constexpr, LOWEST: tl.constexpr, GROUP: tl.constexpr, COMPUTE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -161,7 +170,12 @@ def _distillation_fwd_kernel(
     from_p = tl.sum(of_p, axis=1)
     from_q = tl.sum(of_q, axis=1)
     out_m = (a * B + b) * M + offs_m
-    tl.store(loss_ptr + out_m, tl.where(counted, factor * (from_p + from_q), 0.0), mask=mask_m)
+    loss = factor * (from_p + from_q)
+    if parts_ptr is None:
+        tl.store(loss_ptr + out_m, tl.where(counted, loss, 0.0), mask=mask_m)
+    else:
+        store_part(parts_ptr, 0, loss, counted)
+        store_part(parts_ptr, 1, tl.full((BLOCK_M,), 1.0, COMPUTE), counted)
     tl.store(stats_ptr + out_m * 6, x_peak, mask=mask_m)
     tl.store(stats_ptr + out_m * 6 + 1, x_log, mask=mask_m)
     tl.store(stats_ptr + out_m * 6 + 2, t_peak, mask=mask_m)
@@ -172,7 +186,7 @@ def _distillation_fwd_kernel(
 
 @triton.jit(do_not_specialize=["ignore_index"])
 def _distillation_bwd_kernel(
-    dloss_ptr, x_ptr, t_ptr, l_ptr, stats_ptr, dx_ptr, dt_ptr, B, M, N,
+    dloss_ptr, x_ptr, t_ptr, l_ptr, stats_ptr, count_ptr, dx_ptr, dt_ptr, B, M, N,
     dloss_strides, x_strides, t_strides, l_strides, dx_strides, dt_strides,
     ignore_index, beta, log_rest, log_beta, inverse, factor,
     MIX: tl.constexpr, COMPUTE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -186,7 +200,10 @@ def _distillation_bwd_kernel(
     cols = (pid % tiles_n) * BLOCK_N + tl.arange(0, BLOCK_N)
     out = stats_ptr + ((a * B + b) * M + offs_m) * 6
     g = dloss_ptr + a * dloss_strides[0] + b * dloss_strides[1] + offs_m * dloss_strides[2]
-    g = (tl.load(g, mask=counted, other=0.0).to(COMPUTE) * factor)[:, None]
+    g = tl.load(g, mask=counted, other=0.0).to(COMPUTE) * factor
+    if count_ptr is not None:
+        g = tl.where(counted, g / tl.load(count_ptr), 0.0)
+    g = g[:, None]
     mask_n = (cols < N)[None, :]
     mask = counted[:, None] & mask_n  # an ignored row is not read: p, q and g are 0 there, and so is its gradient
     x, t = _load_pair(x_ptr, x_strides, t_ptr, t_strides, a, b, offs_m, cols, mask, inverse, COMPUTE)
@@ -221,6 +238,27 @@ def _mixing(beta, compute):
 _ABSENT = None, (0, 0, 0, 0)
 
 
+def _forward(x, teacher, labels, loss, stats, ignore_index, beta, temperature):
+    """Launch over the rows of x, which is not empty. Without a loss: return what `_losses.total` sums."""
+    compute = stats.dtype
+    layout, operands = _losses.loss_rows(-1, (x, teacher), (labels,))
+    (x, x_strides), (t, t_strides), (labels, l_strides) = (*zip(operands, layout.strides), _ABSENT)[:3]
+    # 0.48 of a copy, read twice, at 128256 logits, H200 bf16; tiles of 4096, 16 elements a thread, 0.44.
+    plan = _losses.plan(layout, facts(x.device).max_warps, 2048, 8)
+    group = _online.neighbours(x_strides[3], max(x.element_size(), t.element_size()), plan.BLOCK_N)
+    programs = layout.blocks(plan.BLOCK_M)
+    parts = torch.empty((2, programs), dtype=compute, device=x.device) if loss is None else None
+    launch(
+        _distillation_fwd_kernel,
+        (programs,),
+        x.device,
+        (x, t, labels, loss, stats, parts, layout.B, layout.M, layout.N, x_strides, t_strides, l_strides, ignore_index,
+         *_mixing(beta, compute), scalar(1.0 / temperature, compute), scalar(temperature**2, compute)),
+        MIX=beta != 0, LOWEST=_online.lowest(compute), GROUP=group, COMPUTE=triton_dtype(compute), **plan._asdict(),
+    )  # fmt: skip
+    return parts
+
+
 @torch.library.custom_op(add_op_namespace_prefix("distillation_fwd"), mutates_args=())
 def distillation_fwd(
     x: Tensor, teacher: Tensor, labels: Optional[Tensor], ignore_index: int, beta: float, temperature: float
@@ -229,25 +267,12 @@ def distillation_fwd(
 
     beta 0 is the divergence KL(teacher || student).
     """
-    compute = compute_dtype(x, teacher)
-    loss = torch.empty(x.shape[:-1], dtype=compute, device=x.device)
+    loss = torch.empty(x.shape[:-1], dtype=compute_dtype(x, teacher), device=x.device)
     if not x.shape[-1]:
         return loss.zero_(), loss.new_zeros((*loss.shape, 6))
     stats = loss.new_empty((*loss.shape, 6))
     if x.numel():
-        layout, operands = _losses.loss_rows(-1, (x, teacher), (labels,))
-        (x, x_strides), (t, t_strides), (labels, l_strides) = (*zip(operands, layout.strides), _ABSENT)[:3]
-        # 0.48 of a copy, read twice, at 128256 logits, H200 bf16; tiles of 4096, 16 elements a thread, 0.44.
-        plan = _losses.plan(layout, facts(x.device).max_warps, 2048, 8)
-        group = _online.neighbours(x_strides[3], max(x.element_size(), t.element_size()), plan.BLOCK_N)
-        launch(
-            _distillation_fwd_kernel,
-            (layout.blocks(plan.BLOCK_M),),
-            x.device,
-            (x, t, labels, loss, stats, layout.B, layout.M, layout.N, x_strides, t_strides, l_strides, ignore_index,
-             *_mixing(beta, compute), scalar(1.0 / temperature, compute), scalar(temperature**2, compute)),
-            MIX=beta != 0, LOWEST=_online.lowest(compute), GROUP=group, COMPUTE=triton_dtype(compute), **plan._asdict(),
-        )  # fmt: skip
+        _forward(x, teacher, labels, loss, stats, ignore_index, beta, temperature)
     return loss, stats
 
 
@@ -257,12 +282,35 @@ def _(x, teacher, labels, ignore_index, beta, temperature):
     return loss, loss.new_empty((*loss.shape, 6))
 
 
+@torch.library.custom_op(add_op_namespace_prefix("distillation_total_fwd"), mutates_args=())
+def distillation_total_fwd(
+    x: Tensor, teacher: Tensor, labels: Optional[Tensor], ignore_index: int, beta: float, temperature: float,
+    reduction: str,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """(loss of all rows, statistics of every row, what the loss is divided by)."""
+    if not x.numel():
+        return _total_reference(x, teacher, labels, ignore_index, beta, temperature, reduction)
+    stats = torch.empty((*x.shape[:-1], 6), dtype=compute_dtype(x, teacher), device=x.device)
+    parts = _forward(x, teacher, labels, None, stats, ignore_index, beta, temperature)
+    total, count = _losses.total(parts, reduction)
+    return total, stats, count
+
+
+@distillation_total_fwd.register_fake
+def _(x, teacher, labels, ignore_index, beta, temperature, reduction):
+    stats = x.new_empty((*x.shape[:-1], 6), dtype=compute_dtype(x, teacher))
+    return stats.new_empty(()), stats, stats.new_empty(1)
+
+
 @torch.library.custom_op(add_op_namespace_prefix("distillation_bwd"), mutates_args=())
 def distillation_bwd(
-    dloss: Tensor, x: Tensor, teacher: Tensor, labels: Optional[Tensor], stats: Tensor, ignore_index: int, beta: float,
-    temperature: float, need_dx: bool, need_dt: bool,
+    dloss: Tensor, x: Tensor, teacher: Tensor, labels: Optional[Tensor], stats: Tensor, count: Optional[Tensor],
+    ignore_index: int, beta: float, temperature: float, need_dx: bool, need_dt: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Gradients of x and of the teacher's logits. One not needed is empty."""
+    """Gradients of x and of the teacher's logits. One not needed is empty.
+
+    dloss: of every row's loss; or of the total, expanded, with the count that it is divided by.
+    """
     compute = stats.dtype
     dx, dt = (
         torch.empty(t.shape if need else 0, dtype=t.dtype, device=t.device)
@@ -281,7 +329,7 @@ def distillation_bwd(
             _distillation_bwd_kernel,
             (layout.blocks(plan.BLOCK_M) * cdiv(layout.N, plan.BLOCK_N),),
             x.device,
-            (dloss, x, t, labels, stats.contiguous(), dx_, dt_, layout.B, layout.M, layout.N,
+            (dloss, x, t, labels, stats.contiguous(), count, dx_, dt_, layout.B, layout.M, layout.N,
              dloss_strides, x_strides, t_strides, l_strides, dx_strides, dt_strides, ignore_index,
              *_mixing(beta, compute), scalar(1.0 / temperature, compute), scalar(temperature, compute)),
             MIX=beta != 0, COMPUTE=triton_dtype(compute), **plan._asdict(),
@@ -290,33 +338,41 @@ def distillation_bwd(
 
 
 @distillation_bwd.register_fake
-def _(dloss, x, teacher, labels, stats, ignore_index, beta, temperature, need_dx, need_dt):
+def _(dloss, x, teacher, labels, stats, count, ignore_index, beta, temperature, need_dx, need_dt):
     return x.new_empty(x.shape if need_dx else 0), teacher.new_empty(teacher.shape if need_dt else 0)
 
 
-_distillation_bwd = differentiable(
-    distillation_bwd,
-    _bwd_reference,
-    rowwise=lambda d, x, t, labels, *_: [0, 1, 2, 4] if labels is None else [0, 1, 2, 3, 4],
-)
+def _rows_of_bwd(dloss, x, teacher, labels, stats, count, *_):
+    return None if count is not None else [0, 1, 2, 4] if labels is None else [0, 1, 2, 3, 4]
+
+
+_distillation_bwd = differentiable(distillation_bwd, _bwd_reference, rowwise=_rows_of_bwd)
 
 
 def _setup_context(ctx, inputs, output):
     x, teacher, labels, *ctx.params = inputs
-    ctx.save_for_backward(x, teacher, labels, output[1])
+    ctx.save_for_backward(x, teacher, labels, output[1], None)
     ctx.mark_non_differentiable(output[1])
 
 
-def _backward(ctx, dloss, _):
-    needs = ctx.needs_input_grad
+def _total_setup_context(ctx, inputs, output):
+    x, teacher, labels, *ctx.params, _ = inputs
+    ctx.save_for_backward(x, teacher, labels, *output[1:])
+    ctx.mark_non_differentiable(*output[1:])
+
+
+def _backward(ctx, dloss, *_):
+    stats, needs = ctx.saved_tensors[3], ctx.needs_input_grad
+    dloss = dloss.expand(stats.shape[:-1])
     dx, dt = _distillation_bwd(dloss, *ctx.saved_tensors, *ctx.params, needs[0], needs[1])
-    return dx if needs[0] else None, dt if needs[1] else None, None, None, None, None
+    return dx if needs[0] else None, dt if needs[1] else None, *(None,) * (len(needs) - 2)
 
 
 _distillation = differentiable(
     distillation_fwd, _fwd_reference, _setup_context, _backward,
     rowwise=lambda x, t, labels, *_: [0, 1] if labels is None else [0, 1, 2],
 )  # fmt: skip
+_distillation_total = differentiable(distillation_total_fwd, _total_reference, _total_setup_context, _backward)
 
 
 @replayed
@@ -348,8 +404,7 @@ def distillation_kl(
     Source: Hinton et al. 2015.
     """
     _check("distillation_kl", x, teacher, temperature, labels, ignore_index, reduction)
-    loss, _ = _distillation(x, teacher, labels, ignore_index, 0.0, float(temperature))
-    return _finish(loss, labels, ignore_index, reduction)
+    return _reduced(x, teacher, labels, ignore_index, 0.0, float(temperature), reduction)
 
 
 @replayed
@@ -384,7 +439,13 @@ def distillation_jsd(
         raise ValueError(f"distillation_jsd: beta must be at most 1, got {beta}")
     if beta == 1:
         x, teacher, beta = teacher, x, 0.0
-    loss, _ = _distillation(x, teacher, labels, ignore_index, float(beta), float(temperature))
+    return _reduced(x, teacher, labels, ignore_index, float(beta), float(temperature), reduction)
+
+
+def _reduced(x, teacher, labels, ignore_index, beta, temperature, reduction):
+    if reduction != "none" and not torch.compiler.is_compiling() and is_plain((x, teacher, labels)):
+        return _distillation_total(x, teacher, labels, ignore_index, beta, temperature, reduction)[0]
+    loss, _ = _distillation(x, teacher, labels, ignore_index, beta, temperature)
     return _finish(loss, labels, ignore_index, reduction)
 
 
