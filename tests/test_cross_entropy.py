@@ -420,6 +420,27 @@ def test_plan(internals):
         assert across.BLOCK_M >= 32 and across.BLOCK_M * across.BLOCK_N <= 4096
 
 
+@pytest.mark.parametrize("P", [1, 9, 8193, 16385])
+def test_total(internals, device, on_kernels, P):
+    """Sums over any number of programs, by a number of steps."""
+    if not on_kernels:
+        pytest.skip("no kernels on this path")
+    losses = internals("_losses")
+    parts = torch.rand(5, P).to(device)
+    loss, weights, rows, squares, hits = parts.double().sum(1)
+    for reduction, whole, count in (("mean", weights, rows), ("sum", 1.0, 1.0)):
+        total, counts = losses.total(parts, reduction, 0.1)
+        assert_close(total, loss / whole + 0.1 * squares / count, dim=None)
+        expected = [
+            torch.as_tensor(v, dtype=torch.float64) for v in (whole, count, 0.1 * squares / count, hits / count)
+        ]
+        for a, b in zip(counts, expected):
+            assert_close(a, b.to(device), dim=None)
+        total, counts = losses.total(parts[:2].contiguous(), reduction)
+        assert_close(total, loss / whole, dim=None)
+        assert_close(counts, expected[0].to(device)[None], dim=None)
+
+
 # Two processes, each with half the classes.
 
 VOCAB_CASES = ({}, OPTIONS, {"ignore_index": 3, "reduction": "none"}, {"reduction": "sum", "z_loss": 0.1})
