@@ -4,7 +4,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from _inputs import LAYOUTS, tensor
+from _inputs import LAYOUTS, tensor, vast
 from _numerics import DTYPES, assert_close, check, evaluate
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, of the NaN and inf that are meant
@@ -615,6 +615,25 @@ def test_far_rows(family, device):
                for t in (far, near)]  # fmt: skip
     for a, b in zip((*results[0][0], *results[0][1]), (*results[1][0], *results[1][1])):
         assert torch.equal(a, b)
+
+
+def test_far_keys(family, device, tmp_path):
+    """Rows that lie 2^25 elements apart: those from the 64th on begin past 2^31."""
+    room = 2**25
+    space = vast(130 * room, device, tmp_path)
+    far = [torch.as_strided(space, (1, 130, 1, 16), (0, room, 0, 1), 16 * n) for n in range(3)]
+    near = [tensor((1, 130, 1, 16), torch.bfloat16, device) for _ in far]
+    for t, n in zip(far, near):
+        t.copy_(n)
+    results = [evaluate(family.flash_attn_func, t, {}, [near[0]]) for t in (far, near)]
+    for a, b in zip((*results[0][0], *results[0][1]), (*results[1][0], *results[1][1])):
+        assert_close(a, b.double(), dim=None)  # by other kernels on some GPUs
+
+
+def test_distances_are_whole_numbers(hold, device):
+    """More than 2048 keys away, where float16 knows every other number alone."""
+    q, k, v = qkv(1, 1, 4100, 1, 1, 16, device=device)
+    hold(q, k, v, alibi_slopes=torch.full((1,), 2.0**-10, device=device))
 
 
 def test_graph(family, device):
