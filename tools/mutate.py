@@ -41,7 +41,10 @@ FAULTS = {  # name: what to find in a line, what to put there
     "rows": (r"offs_m < M\b", "offs_m < M - 1"),
     "offset": (r"tl\.cast\(([^()]+), tl\.int64\)", r"(\1)"),  # wraps past 2^31
     "stride": (r" \* (\w*strides\[\d\])", ""),  # taken for 1
-    "sum in 16 bits": (r"^(\s+\w+) \+= (?!tl\.cast)(.+)$", r"\1 += (\2).to(tl.float16)"),
+    "sum in 16 bits": (  # not of pointers and indices
+        r"^(\s+(?!\w+_ptr |offs\w* |at |lo |hi |p |k\d )\w+) \+= (?!tl\.cast|.*stride)(.+)$",
+        r"\1 += (\2).to(tl.float16)",
+    ),
     "operand in 16 bits": (r"\.to\((?:COMPUTE|tl\.float32)\)", ".to(tl.float16)"),
     "mean": (r" / N\b", " / (N + 1)"),  # the padding is counted
     "eps": (r" \+ eps\b", ""),
@@ -63,19 +66,63 @@ TESTS = {  # files whose tests are not named after them
     "_tiles": "matmul", "_rms_norm_quantize": "rms_norm", "_rotary_layout": "rotary", "_moments": "layer_norm",
     "_online": "softmax", "_triton": "rms_norm",
 }  # fmt: skip
-EQUIVALENT = {  # (file, text of the line): why no test can see it broken, here
+ALSO = {"offset": "tests/test_every_op.py::test_strides_past_32_bits"}  # by fault: more tests, first
+EQUIVALENT = {  # (file, fault, text of the line): why no test can see it broken, here
     (
         "_reductions",
+        "offset",
         "offs_r = tl.cast(step % tiles_r, tl.int64) * BLOCK_R",
     ): "more than 2^31 rows: test_far_rows, on a GPU",
     (
         "_scaled_matmul",
+        "fill",
         "return tl.load(ptr + offs // GROUP_ROWS * strides[0], mask=offs < size, other=0.0)",
     ): "the scale of a row that is not stored",
     (
         "_linear_cross_entropy",
+        "fill",
         "u *= tl.load(w_ptr + cols, mask=mask, other=0.0).to(COMPUTE)",
     ): "the weight of a class whose gradient is not stored",
+    (
+        "_attention_bwd",
+        "fill of a maximum",
+        'lse = tl.load(lse_ptr + i, mask=i < Sq, other=float("-inf"))',
+    ): "a query past the last: its incoming gradient and its delta are 0, whatever its probabilities",
+    (
+        "_attention_bwd",
+        "fill",
+        "delta -= tl.load(row, mask=i < Sq, other=0.0)",
+    ): "a query past the last, of which nothing is stored",
+    (
+        "_attention_decode",
+        "fill",
+        "k = tl.load(k_row + lane * k_strides[3], mask=mask, other=0.0)",
+    ): "a lane that is not stored",
+    (
+        "_attention_decode",
+        "fill",
+        "partner = tl.load(k_row + other * k_strides[3], mask=mask & (lane < ROTARY), other=0.0)",
+    ): "a lane that does not turn",
+    (
+        "_attention_decode",
+        "sum in 16 bits",
+        'total += tl.where(peak == float("-inf"), 0.0, 1.0)',
+    ): "0 and 1",
+    (
+        "_rows",
+        "offset",
+        "return 0, 0, tl.cast(tile, tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)",
+    ): "the interpreter passes no 1 as a constant",
+    (
+        "_rows",
+        "offset",
+        "return 0, 0, tl.cast(tile, tl.int64) * BLOCK_M",
+    ): "the interpreter passes no 1 as a constant",
+    (
+        "_pointwise",
+        "offset",
+        "return 0, 0, tl.arange(0, BLOCK_M), tl.cast(pid, tl.int64) * BLOCK_N",
+    ): "the interpreter passes no 1 as a constant",
 }
 CRASHED = "the process of the tests crashed"
 
@@ -90,7 +137,7 @@ def places(path):
                 code = lines[number].split("  #")[0]
                 for fault, (find, put) in FAULTS.items():
                     broken = re.sub(find, put, code, count=1)
-                    if broken == code or (path.stem, code.strip()) in EQUIVALENT:
+                    if broken == code or (path.stem, fault, code.strip()) in EQUIVALENT:
                         continue
                     try:
                         ast.parse("\n".join([*lines[:number], broken, *lines[number + 1 :]]))
@@ -116,7 +163,7 @@ class Watch:
         seen, order = Counter(), {}
         for item in items:  # a case of each test, then the second of each
             name = item.originalname
-            order[item] = (bool(self.LAST.search(name)), seen[name])
+            order[item] = (item.path.name != "test_every_op.py", bool(self.LAST.search(name)), seen[name])
             seen[name] += 1
         items.sort(key=order.get)
 
@@ -151,7 +198,8 @@ class Slots:
 
         self.folder = Path(tempfile.mkdtemp(prefix="mutate-"))
         (self.folder / "repository").mkdir()
-        shutil.copytree(ROOT / "tests", self.folder / "repository" / "tests", ignore=shutil.ignore_patterns("__py*"))
+        for name in ("tests", "examples", "torch-ext"):
+            shutil.copytree(ROOT / name, self.folder / "repository" / name, ignore=shutil.ignore_patterns("__py*"))
         for name in ("build.toml", "pytest.ini"):
             shutil.copy(ROOT / name, self.folder / "repository")
         with contextlib.redirect_stdout(io.StringIO()):
@@ -268,7 +316,8 @@ def main():
     def of_faults(waiting):
         for name in list(waiting):
             stem, _, _, text = chosen[name]
-            yield name, ["-x", tests_of(stem), *(f"--deselect={test}" for test in sorted(failing))], stem, text
+            tests = [*([ALSO[fault]] if (fault := name.split(" ", 1)[1]) in ALSO else []), tests_of(stem)]
+            yield name, ["-x", *tests, *(f"--deselect={test}" for test in sorted(failing))], stem, text
 
     def of_files():
         noticed = {}
