@@ -142,7 +142,7 @@ def _code(source):
 
 def _written(source, values):
     """The function that `source` defines. Calls that differ in `values` alone share its code."""
-    return types.FunctionType(_code(source), values)
+    return types.FunctionType(_code(source), {"__builtins__": __builtins__, **values})  # torch.compile looks for them
 
 
 def _casts(t):
