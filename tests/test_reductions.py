@@ -360,7 +360,7 @@ def test_layout(internals):
         for strides in ((0, 0, N, 0, 1), (0, 0, 1, 0, M)):
             layout = internals("_reductions").Layout(1, 1, M, 1, N, (strides,))
             plans = [internals("_reductions").plan_tiles(layout, 132, 32)]
-            plans += [internals("_reductions").plan_reduction(layout, 132, 16, kind) for kind in ("sum", "max")]
+            plans += [internals("_reductions").plan_reduction(layout, 2, 132, 16, kind) for kind in ("sum", "max")]
             for plan, steps, split_steps, splits in plans:
                 assert plan.BLOCK_M * plan.BLOCK_N <= 16384 and steps * plan.BLOCK_N >= N and plan.num_warps <= 16
                 assert (splits - 1) * split_steps < steps <= splits * split_steps  # none is without elements

@@ -15,7 +15,7 @@ from ._activation_math import activate
 from ._device import facts, launch
 from ._dispatch import differentiable
 from ._losses import lead, store_part
-from ._online import finish, grouped, take
+from ._online import finish, grouped, take, take_several
 from ._ops import add_op_namespace_prefix
 from ._rows import at, compute_dtype, row_index
 from ._triton import cdiv, exp, round_to, scalar, tl, triton, triton_dtype
@@ -195,7 +195,7 @@ def _cross_entropy_fwd_kernel(
     ignore_index, keep, uniform, scale, cap,
     SOFT: tl.constexpr, SMOOTH: tl.constexpr, SKIP: tl.constexpr, PARTIAL: tl.constexpr, ALL: tl.constexpr,
     LOWEST: tl.constexpr,
-    GROUP: tl.constexpr, COMPUTE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    GROUP: tl.constexpr, EACH: tl.constexpr, COMPUTE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """NaN where torch has it: tl.max may drop a NaN, but exp(NaN) stays in the sum, as does inf - inf.
 
@@ -215,8 +215,8 @@ def _cross_entropy_fwd_kernel(
         z_y = _logits(z_y, scale, cap, valid)
         if SKIP:
             reads = counted
-    peaks = tl.full((BLOCK_M, BLOCK_N // GROUP), LOWEST, COMPUTE)
-    sums = tl.zeros((BLOCK_M, BLOCK_N // GROUP), COMPUTE)
+    peaks = tl.full((BLOCK_M, BLOCK_N // EACH), LOWEST, COMPUTE)
+    sums = tl.zeros((BLOCK_M, BLOCK_N // EACH), COMPUTE)
     if SOFT or SMOOTH:  # of what a group has seen: the target's sum, and its sum of target * (peak - logit)
         masses = tl.zeros((BLOCK_M, BLOCK_N // GROUP), COMPUTE)
         falls = tl.zeros((BLOCK_M, BLOCK_N // GROUP), COMPUTE)
@@ -228,10 +228,13 @@ def _cross_entropy_fwd_kernel(
         cols = start + offs_n
         mask = reads[:, None] & (offs_n < N - start)[None, :]
         x = tl.load(at(x_ptr, x_strides, a, b, offs_m, cols), mask=mask, other=float("-inf")).to(COMPUTE)
-        z = grouped(_logits(x, scale, cap, mask), GROUP)
-        before = peaks
-        peaks, sums = take(z, peaks, sums)
-        if SOFT or SMOOTH:
+        z = _logits(x, scale, cap, mask)
+        if not (SOFT or SMOOTH):
+            peaks, sums = take_several(z, peaks, sums, GROUP)
+        else:
+            z = grouped(z, GROUP)
+            before = peaks
+            peaks, sums = take(z, peaks, sums)
             t, u = _load_soft(t_ptr, t_strides, w_ptr, a, b, offs_m, cols, mask, N, keep, uniform, SOFT, COMPUTE)
             falls += tl.where(masses == 0, 0.0, masses * (peaks - before))  # nothing seen: 0 times inf
             u = grouped(u, GROUP)
@@ -366,13 +369,22 @@ def _dense(weight):
     return weight if weight is None else weight.contiguous()  # C elements
 
 
+def _each(plan, group, max_warps):
+    """How many elements of a tile share a running maximum: of a single row, as many as a thread holds."""
+    if plan.BLOCK_M > 1 or group == 1:
+        return group
+    return max(plan.BLOCK_N * max_warps // (1024 * plan.num_warps), group)
+
+
 def _forward(
     x, target, weight, loss, lse, stats, parts, dim, ignore_index, keep, uniform, cap, scale, skip, partial, every=False
 ):
     """Launch over the rows of x, which is not empty. parts: return what `_losses.total` sums."""
     compute, soft = stats.dtype, target.is_floating_point()
     layout, (x, target) = _losses.loss_rows(dim, (x, target if soft else None), (None if soft else target,))
-    plan = _losses.plan(layout, facts(x.device).max_warps)
+    max_warps = facts(x.device).max_warps
+    plan = _losses.plan(layout, max_warps, 8192 if layout.N > 2**17 else 4096)
+    group = _online.neighbours(layout.strides[0][3], x.element_size(), plan.BLOCK_N)
     programs = layout.blocks(plan.BLOCK_M)
     parts = torch.empty((5 if every else 2, programs), dtype=compute, device=x.device) if parts else None
     launch(
@@ -384,7 +396,7 @@ def _forward(
          cap if cap is None else scalar(cap, compute)),
         SOFT=soft, SMOOTH=uniform != 0, SKIP=skip and not soft, PARTIAL=partial, ALL=every,
         LOWEST=_online.lowest(compute), COMPUTE=triton_dtype(compute),
-        GROUP=_online.neighbours(layout.strides[0][3], x.element_size(), plan.BLOCK_N), **plan._asdict(),
+        GROUP=group, EACH=group if soft or uniform else _each(plan, group, max_warps), **plan._asdict(),
     )  # fmt: skip
     return parts
 

@@ -34,6 +34,16 @@ def take(groups, peaks, sums):
 
 
 @triton.jit
+def take_several(x, peaks, sums, GROUP: tl.constexpr):
+    """As `take` of several groups for each state: those that a thread loads at a time."""
+    STATES: tl.constexpr = peaks.shape[1]
+    x = tl.reshape(x, (x.shape[0], x.shape[1] // (STATES * GROUP), STATES, GROUP))
+    top = tl.maximum(peaks, tl.max(tl.max(x, axis=3), axis=1))
+    new = tl.sum(tl.sum(exp(x - top[:, None, :, None]), axis=3), axis=1)
+    return top, sums * exp(peaks - top) + new
+
+
+@triton.jit
 def finish(peaks, sums):
     """Maximum and sum of each row."""
     peak = tl.max(peaks, axis=1)

@@ -105,6 +105,7 @@ class Plan(NamedTuple):
     BLOCK_M: int
     BLOCK_R: int
     BLOCK_N: int
+    STAGES: int
     num_warps: int
 
 
@@ -118,18 +119,22 @@ def plan_tiles(layout, multiprocessors, max_warps):
 
 
 @functools.lru_cache(4096)
-def plan_reduction(layout, multiprocessors, max_warps, combine):
+def plan_reduction(layout, itemsize, multiprocessors, max_warps, combine):
     """As `plan_tiles`. Shares of a copy, of which a read takes part: H200 bf16."""
-    if _across(layout):  # sums of columns 0.81 at 32768 x 4096, 0.83 at 8388608 x 16
-        return _tiles(layout, multiprocessors, 64, 2048 if layout.M > 32 else 8192, warps(4, max_warps))
+    if _across(
+        layout
+    ):  # of columns, sum and amax: 0.84 at 32768 x 4096, without stages 0.73 to 0.81; 0.85 at 8388608 x 16
+        stages = {1: 3, 2: 3, 4: 2}.get(itemsize, 1)
+        return _tiles(layout, multiprocessors, 64, 4096, warps(4, max_warps), stages, 4)
     if layout.N > 2**17 and combine == "sum":  # 0.85 at 16 x 8388608
         return _tiles(layout, multiprocessors, 1, 16384, warps(8, max_warps))
-    if layout.N > 8192:  # argmax 0.82, logsumexp 0.86 at 128256
-        return _tiles(layout, multiprocessors, 1, 8192, warps(8, max_warps))
-    if combine == "sum":  # 0.89 at 4096
+    if layout.N > 8192:  # at 128256 amax 0.98, argmax 0.97, logsumexp 0.95
+        return _tiles(layout, multiprocessors, 1, 4096 if combine == "logsumexp" else 8192, warps(8, max_warps))
+    if layout.N > 1024:  # at 4096 sum, amax and argmax 0.90, var 0.89, logsumexp 0.88
+        return _tiles(layout, multiprocessors, 1, 2048, warps(4, max_warps))
+    if combine == "sum":
         return _tiles(layout, multiprocessors, 2048, 4096, warps(4, max_warps))
-    # A warp has rows of its own: at 4096 amax 0.80, argmax 0.77, var 0.69, logsumexp 0.84; 4 warps a row 0.65 to 0.48.
-    return _tiles(layout, multiprocessors, 1024, 1024, 1)
+    return _tiles(layout, multiprocessors, 1024, 1024, 1)  # a warp has rows of its own
 
 
 def _across(layout):
@@ -138,7 +143,7 @@ def _across(layout):
     return layout.M > 1 and 0 < stride_m < stride_n
 
 
-def _tiles(layout, multiprocessors, rows, lanes, num_warps):
+def _tiles(layout, multiprocessors, rows, lanes, num_warps, stages=1, programs=8):
     """rows: how many at least where x is dense across them, else how many elements of them at most."""
     M, R, N = layout.M, layout.R, layout.N
     width = next_power_of_2(R) * next_power_of_2(N)
@@ -152,20 +157,24 @@ def _tiles(layout, multiprocessors, rows, lanes, num_warps):
     steps = cdiv(R, BLOCK_R) * cdiv(N, BLOCK_N)
     blocks = layout.blocks(BLOCK_M)
     splits = 1
-    if 2 * blocks <= multiprocessors or steps >= 32:  # up to eight programs a multiprocessor, of two steps or more each
-        splits = max(1, min(8 * multiprocessors // blocks, steps // 2, 1024))
+    if 2 * blocks <= multiprocessors or steps >= 32:  # up to `programs` a multiprocessor, of two steps or more each
+        splits = max(1, min(programs * multiprocessors // blocks, steps // 2, 1024))
     split_steps = cdiv(steps, splits)
-    return Plan(BLOCK_M, BLOCK_R, BLOCK_N, num_warps), steps, split_steps, cdiv(steps, split_steps)
+    return Plan(BLOCK_M, BLOCK_R, BLOCK_N, stages, num_warps), steps, split_steps, cdiv(steps, split_steps)
 
 
 @triton.jit
 def _lanes(step, R, N, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr):
     """(offs_r, offs_n, mask) of a step, (BLOCK_R * BLOCK_N,). Steps go along R first, so that a lane past the end of
     N is idle from its first such step on: the others have all seen as many elements as there were steps."""
-    tiles_r = (R - 1) // BLOCK_R + 1
-    offs_r = tl.cast(step % tiles_r, tl.int64) * BLOCK_R
-    offs_n = tl.cast(step // tiles_r, tl.int64) * BLOCK_N
     lane = tl.arange(0, BLOCK_R * BLOCK_N)
+    if isinstance(R, tl.constexpr):  # Triton passes a 1 so: no need of divisions
+        offs_r = tl.zeros((), tl.int64)
+        offs_n = tl.cast(step, tl.int64) * BLOCK_N
+    else:
+        tiles_r = (R - 1) // BLOCK_R + 1
+        offs_r = tl.cast(step % tiles_r, tl.int64) * BLOCK_R
+        offs_n = tl.cast(step // tiles_r, tl.int64) * BLOCK_N
     if BLOCK_R == 1:
         return offs_r, offs_n + lane, offs_n + lane < N
     else:
@@ -344,12 +353,12 @@ def _finish(
             tl.store(stats_ptr + out * STATS, y, mask=mask_m)
 
 
-@triton.jit(do_not_specialize=["R", "rows", "steps", "split_steps"])
+@triton.jit(do_not_specialize=["rows", "steps", "split_steps"])
 def _reduction_fwd_kernel(
     x_ptr, y_ptr, stats_ptr, s0_ptr, s1_ptr, n_ptr, B, M, R, N, rows, steps, split_steps, x_strides, y_strides, param,
     COMBINE: tl.constexpr, FINISH: tl.constexpr, STATS: tl.constexpr, TIES: tl.constexpr, NEUTRAL: tl.constexpr,
     COMPUTE: tl.constexpr, MAP: tl.constexpr, GROUP: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Results of BLOCK_M rows; or, where s0_ptr is given, the merged states of one split of their steps."""
     a, b, offs_m = row_index(tl.program_id(0), B, M, BLOCK_M)
@@ -366,7 +375,7 @@ def _reduction_fwd_kernel(
         shift = tl.load(shift_ptr, mask=mask_m, other=0.0).to(COMPUTE)
     elif COMBINE == "argmax" or COMBINE == "argmin":
         s1 = tl.zeros((BLOCK_M, STATES), tl.int32) + first
-    for step in range(first, tl.minimum(first + split_steps, steps)):
+    for step in tl.range(first, tl.minimum(first + split_steps, steps), num_stages=STAGES):
         offs_r, offs_n, mask_k = _lanes(step, R, N, BLOCK_R, BLOCK_N)
         mask = mask_m[:, None] & mask_k[None, :]
         x = tl.load(_at(x_ptr, x_strides, a, b, offs_m, offs_r, offs_n), mask=mask, other=0).to(COMPUTE)
@@ -442,7 +451,7 @@ def _reduction_fwd_kernel_splits(
     _finish(r0, r1, shift, count, y_ptr, stats_ptr, out, mask_m, param, COMBINE, FINISH, STATS, COMPUTE)
 
 
-@triton.jit(do_not_specialize=["R", "steps"])
+@triton.jit(do_not_specialize=["steps"])
 def _reduction_bwd_kernel(
     x_ptr, dx_ptr, dy_ptr, stats_ptr, B, M, R, N, steps, x_strides, dx_strides, dy_strides, y_strides, param, factor,
     KIND: tl.constexpr, STATS: tl.constexpr, COMPUTE: tl.constexpr,
@@ -545,7 +554,9 @@ def _reduce_layout(x, y, stats, layout, kind, param, compute, planned=None):
     """Launch over a layout: into y and stats, or, with y None, into the states of splits, which are returned."""
     kind, device = KINDS[kind], x.device
     if planned is None:
-        planned = plan_reduction(layout, facts(device).multiprocessors, facts(device).max_warps, kind.COMBINE)
+        planned = plan_reduction(
+            layout, x.element_size(), facts(device).multiprocessors, facts(device).max_warps, kind.COMBINE
+        )
     plan, steps, split_steps, splits = planned
     ties = stats is not None and kind.COMBINE in ("max", "min")
     s0 = s1 = n = None
@@ -606,7 +617,8 @@ def reduce_backward(dy, x, stats, dims, dx, kind, param, factor):
         x.device,
         (x, dx, dy, stats, layout.B, layout.M, layout.R, layout.N, steps, *layout.strides,
          scalar(param, compute), scalar(factor, compute)),
-        KIND=kind, STATS=KINDS[kind].stats, COMPUTE=triton_dtype(compute), **plan._asdict(),
+        KIND=kind, STATS=KINDS[kind].stats, COMPUTE=triton_dtype(compute),
+        BLOCK_M=plan.BLOCK_M, BLOCK_R=plan.BLOCK_R, BLOCK_N=plan.BLOCK_N, num_warps=plan.num_warps,
     )  # fmt: skip
 
 

@@ -145,13 +145,13 @@ def _topk_softmax_bwd_kernel(
 def _launch_chosen(dweights, x, indices, dx, k, compute):
     layout, (x,) = rows(x)
     BLOCK_K = next_power_of_2(k)
-    BLOCK_M = max(512 // BLOCK_K, 1)
+    BLOCK_M = max(128 // BLOCK_K, 1)  # 57 us at 131072 x 128, 8 chosen, H200 bf16; with 4 warps 67
     launch(
         _topk_softmax_bwd_kernel_chosen,
         (layout.blocks(BLOCK_M),),
         x.device,
         (dweights, x, indices, dx, layout.B, layout.M, layout.N, *layout.strides),
-        K=k, COMPUTE=triton_dtype(compute), BLOCK_K=BLOCK_K, BLOCK_M=BLOCK_M, num_warps=4,
+        K=k, COMPUTE=triton_dtype(compute), BLOCK_K=BLOCK_K, BLOCK_M=BLOCK_M, num_warps=1,
     )  # fmt: skip
 
 
