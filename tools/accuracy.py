@@ -43,7 +43,10 @@ NOT_HERE = {
 # Why an error may pass PyTorch's by more than an ulp: (path, op, dtype, inputs, part; "" is any), the first that fits.
 SOFTMAX = "attention|attn|distillation|softmax|cross_entropy|log_probs"
 REASONS = (
-    ("", "topk_softmax", "", "", "gradients", "of equal probabilities another is chosen"),
+    *(
+        ("", "topk_softmax", dtype, inputs, "gradients", "of equal probabilities PyTorch and float64 choose others")
+        for dtype, inputs in (("float32", "denormal"), ("bfloat16", ""), ("float16", ""))
+    ),
     (
         "cpu|interpreter",
         r"reductions\.(cum)?(sum|mean|var|std)",
@@ -52,8 +55,20 @@ REASONS = (
         "",
         "PyTorch's CPU sums in float64, or pairwise",
     ),
+    (
+        "gpu",
+        r"reductions\.(var|std)",
+        "",
+        "",
+        "gradients",
+        "the mean is held beside the row's first element, right for large means and 2 ulps off where that is far",
+    ),
+    ("gpu", "grouped_mm", "", "", "", "one sum along all of K; cuBLAS adds several"),
     ("cpu", "modulated|gated", "", "huge", "gradients", "PyTorch's autograd cubes a reciprocal, which underflows"),
     ("", "", "", "denormal", "", "every rounding is of the smallest number there is"),
+    ("", "masked_softmax", "float16", "huge", "gradients", "a row with inf is NaN where it is masked too"),
+    ("", "attention|attn", "", "large mean", "gradients", "scores of millions, right to a half at best"),
+    ("", "attention|attn", "", "huge", "results", "scores past 2^31, scaled and reduced in one rounding"),
     ("", SOFTMAX, "", "", "gradients", "probabilities all but 0 and 1: what is left of terms that cancel"),
     ("", "distillation", "", "", "results", "equal distributions: what is left of terms that cancel"),
     ("", "gelu|geglu", "", "huge", "", "1 + erf(x) near -4, beside numbers that overflow"),
@@ -153,7 +168,7 @@ def measure(kernel, device, path, names, say, compiles=True):
 def reason(path, row, part):
     for where, op, dtype, inputs, what, why in REASONS:
         if (
-            re.search(where, path) and re.search(op, row["op"]) and row["dtype"].startswith(dtype)
+            re.search(where, path) and re.search(op, row["op"]) and re.match(dtype, row["dtype"])
             and row["inputs"].startswith(inputs) and part.startswith(what)
         ):  # fmt: skip
             return why
@@ -180,7 +195,7 @@ def cell(rows, part):
         found = [r[way][part] for r in rows if r.get(way) and r[way][part]]
         found = [f for f in found if math.isfinite(f[0])]
         if found:
-            texts.append(f"{number(max(f[0] for f in found))} ({number(sum(f[1] for f in found) / len(found))})")
+            texts.append(f"{number(max(f[0] for f in found))} ({number(math.fsum(f[1] for f in found) / len(found))})")
     return " / ".join(texts)
 
 
