@@ -630,6 +630,15 @@ def test_far_keys(family, device, tmp_path):
         assert_close(a, b.double(), dim=None)  # by other kernels on some GPUs
 
 
+def test_scores_past_32_bits(family, device):
+    """float32 scores that differ by more than 2^31 in their last digit choose one key, as PyTorch's do."""
+    q, k, v = (torch.randn(1, n, 2, 64, device=device) for n in (70, 130, 130))
+    q, k = q * 1e15, k * 1e15
+    scores = (q.double().transpose(1, 2) @ k.double().permute(0, 2, 3, 1)) / 8
+    chosen = v.transpose(1, 2).gather(2, scores.argmax(-1)[..., None].expand(-1, -1, -1, 64)).transpose(1, 2)
+    assert torch.equal(family.flash_attn_func(q, k, v), chosen)
+
+
 def test_distances_are_whole_numbers(hold, device):
     """More than 2048 keys away, where float16 knows every other number alone."""
     q, k, v = qkv(1, 1, 4100, 1, 1, 16, device=device)

@@ -133,6 +133,9 @@ def _attention_fwd_kernel(
     acc = tl.zeros((BLOCK_M, BLOCK_DV), tl.float32)
     zero = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     q_tile = load_tile(q, q_strides, b_desc, h, first_q, n_q, Sq, None, 1, D, True, DESC, False, BLOCK_M, BLOCK_D)
+    if FOLD and PRECISE:  # a product and a difference made one leave the product's rounding: much, of 2^31
+        q_tile *= factor
+        factor = 1.0
     last = min(n_q + BLOCK_M, Sq) - 1
     edges = spans(n_q, last, Sk, offset, left, right, BLOCK_N)
     for part in tl.static_range(3):  # masked from the left, not masked, masked from the right
