@@ -728,18 +728,18 @@ def test_memory(gpu, call):
     assert gpu.memory_allocated() <= before
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_strides_past_32_bits(call, tmp_path):
-    """Rows of which the last begin past 2^31 elements."""
-    call = call.again(torch.bfloat16, rows=8)
-    room = 2**31 // 7 + 128
-    there, space = call.again(torch.bfloat16, rows=8), vast(8 * room, call.device, tmp_path)
+def stretched(call, size, last, tmp_path):
+    """The call on tensors whose last, or else first, dimension of that size has its end past 2^31 elements."""
+    room = 2**31 // (size - 1) + 128
+    there, space = call.again(call.dtype, **call.sizes), vast(size * room, call.device, tmp_path)
     used = 0
     for n in call.names:
         t = call.given[n]
-        if 8 not in t.shape:
+        dims = [d for d, extent in enumerate(t.shape) if extent == size]
+        if not dims:
             continue
-        dim, rest = t.shape.index(8), t[(slice(None),) * t.shape.index(8) + (0,)]
+        dim = dims[-1 if last else 0]
+        rest = t.select(dim, 0)
         strides = list(rest.contiguous().stride())
         strides.insert(dim, room)
         there.given[n] = torch.as_strided(space, t.shape, strides, used).copy_(t)
@@ -750,6 +750,18 @@ def test_strides_past_32_bits(call, tmp_path):
                     everything(call, call.inputs())):  # fmt: skip
         if a is not None:
             near(a, b)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_strides_past_32_bits(call, tmp_path):
+    """Rows of which the last begin past 2^31 elements."""
+    stretched(call.again(torch.bfloat16, rows=8), 8, False, tmp_path)
+
+
+@some
+def test_columns_past_32_bits(call, tmp_path):
+    """Columns of which the last lie past 2^31 elements."""
+    stretched(call.again(torch.bfloat16, rows=4, columns=128), 128, True, tmp_path)
 
 
 @pytest.mark.skipif(not PROOF, reason="PROOF=1: tens of GB")

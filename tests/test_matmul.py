@@ -3,7 +3,7 @@ import json
 import pytest
 import torch
 import torch.nn.functional as F
-from _inputs import LAYOUTS, tensor
+from _inputs import LAYOUTS, tensor, vast
 from _numerics import DTYPES, assert_close, check, evaluate
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, of the NaN and inf that are meant
@@ -499,6 +499,14 @@ def test_graph_capture(family, device):
     for r, e in zip(results, step()):
         assert torch.equal(r, e)
     assert not torch.equal(results[0], expected[0])
+
+
+def test_far_residual(family, device, tmp_path):
+    """A residual whose last rows begin past 2^31 elements."""
+    x, w, r = (tensor(s, torch.bfloat16, device) for s in ((8, 16), (24, 16), (8, 24)))
+    room = 2**31 // 7 + 64
+    far = vast(8 * room, device, tmp_path).as_strided((8, 24), (room, 1)).copy_(r)
+    assert torch.equal(family.linear(x, w, residual=far), family.linear(x, w, residual=r))
 
 
 def test_bad_input(family, device):

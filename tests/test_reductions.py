@@ -321,6 +321,18 @@ def test_far_strides(family, device, tmp_path):
         assert torch.equal(family.var(wide, dim), family.var(wide.contiguous(), dim))
 
 
+def test_far_columns(family, device, tmp_path):
+    """Elements of a row that lie past 2^31 elements, in one dimension and in two."""
+    room = 2**31 // 39 + 8
+    for shape, strides, dims in (((3, 40), (1, room), 1), ((40, 3, 2), (room, 2, 1), (0, 2))):
+        far = vast(40 * room, device, tmp_path).as_strided(shape, strides)
+        far.copy_(torch.randn(shape))
+        near = far.contiguous()
+        for of in (family.sum, family.amax, family.var):
+            assert_close(of(far, dims), of(near.double(), dims))
+    assert_close(family.cumsum(far, 0), family.cumsum(near.double(), 0), dim=0)
+
+
 def test_bad_input(family, device):
     x = tensor((4, 8), torch.float32, device)
     floats = "float64 | float32 | float16 | bfloat16"
