@@ -172,6 +172,16 @@ def test_large_logits(family, device, N):
     assert torch.equal(dx[0, :2].cpu(), torch.tensor([0.5, -0.5])) and dx[1].abs().max() == 0
 
 
+@pytest.mark.parametrize("soft", [False, True])
+def test_maximum_that_rises(family, device, soft):
+    """Each tile's maximum is above the last one's: what was summed is moved along, and keeps its digits."""
+    x = (torch.arange(9000.0) / 7)[None].to(device)
+    target = torch.full_like(x, 1 / 9000) if soft else torch.tensor([3], device=device)
+    options = {"label_smoothing": 0.0 if soft else 0.9}
+    expected = F.cross_entropy(x.double(), target.double() if soft else target, **options)
+    assert_close(family.cross_entropy(x, target, **options), expected, dim=None)
+
+
 def test_loss_needs_no_gradient_asked_for(family, device):
     x, t = tensor((4, 3), torch.float32, device), torch.zeros(4, dtype=torch.int64, device=device)
     with_grad = family.cross_entropy(x.clone().requires_grad_(), t)

@@ -210,6 +210,14 @@ def test_rows_of_no_group_have_no_gradient(kernel, device):
     assert (b.grad[1] == 0).all()  # the empty group's
 
 
+def test_far_rows_of_no_group(kernel, device):
+    if device.type == "cpu":
+        pytest.skip("4 GiB of memory: on a GPU only")
+    a, b = tensor((2**21 + 64, 16), torch.bfloat16, device), tensor((1, 16, 1024), torch.bfloat16, device)
+    out = kernel.grouped_mm(a, b, offs=torch.tensor([32], dtype=torch.int32, device=device))
+    assert out[:32].any() and not out[-64:].any()  # neither is NaN, as memory is before
+
+
 def test_half_sums_are_wide(kernel, device):
     """In float16 they would stop at 2048, and overflow."""
     ones = torch.ones(8, 4096, dtype=torch.float16, device=device)

@@ -3,7 +3,7 @@ import inspect
 import pytest
 import torch
 import torch.nn.functional as F
-from _inputs import tensor
+from _inputs import tensor, vast
 from _numerics import DTYPES, assert_close
 
 NAN, INF = float("nan"), float("inf")
@@ -254,6 +254,15 @@ def test_rotary(kernel, family, hold, device, dtype, interleaved):
         for cache, known in zip(fresh, ready):
             assert_close(cache, known.double(), ulps=1 if dtype in HALF else None)
         assert_close(out, expected.double(), ulps=4)  # where the rotation was rounded otherwise
+
+
+def test_append_of_far_rows(kernel, device, tmp_path):
+    """New keys 2^25 elements apart: those from the 64th on begin past 2^31."""
+    room, (q, k_cache, v_cache) = 2**25, make(1, 1, 2, 1, 16, 96, torch.bfloat16, device)
+    space = vast(70 * room, device, tmp_path)
+    k, v = (torch.as_strided(space, (1, 70, 1, 16), (0, room, 0, 1), n).copy_(k_cache[:, :70] * n) for n in (16, 32))
+    kernel.flash_attn_with_kvcache(q.expand(1, 70, 2, 16), k_cache, v_cache, k, v, cache_seqlens=26)
+    assert torch.equal(k_cache[:, 26:], k) and torch.equal(v_cache[:, 26:], v)
 
 
 def test_position_that_the_table_lacks(family, device):

@@ -2,7 +2,7 @@ import itertools
 
 import pytest
 import torch
-from _inputs import LAYOUTS, tensor
+from _inputs import LAYOUTS, tensor, vast
 from _numerics import DTYPES, assert_close
 
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
@@ -151,6 +151,22 @@ def test_quantize_strides(kernel, family, device, layout, scaling):
         r, expected = family.quantize_fp8_reference(x.cpu(), **SCALINGS[scaling])
         assert same(q, r) and torch.equal(scale.cpu(), expected) and q.is_contiguous() and scale.is_contiguous()
         assert torch.equal(x, before)
+
+
+def test_quantize_dimensions_that_do_not_join(kernel, device):
+    x = tensor((4, 3, 2, 40), torch.float32, device)
+    for scaling in ("tensor", "row", "block"):
+        for a, b in zip(kernel.quantize_fp8(x.permute(2, 1, 0, 3), **SCALINGS[scaling]),
+                        kernel.quantize_fp8(x.permute(2, 1, 0, 3).contiguous(), **SCALINGS[scaling])):  # fmt: skip
+            assert same(a, b)
+
+
+def test_quantize_far_columns(kernel, device, tmp_path):
+    """The third column begins past 2^31 elements."""
+    x = torch.as_strided(vast(3 * 2**30 + 2, device, tmp_path), (2, 4), (1, 2**30))
+    x.copy_(tensor((2, 4), torch.bfloat16, device))
+    for a, b in zip(kernel.quantize_fp8(x, scaling="row"), kernel.quantize_fp8(x.contiguous(), scaling="row")):
+        assert same(a, b)
 
 
 @pytest.mark.parametrize("N", [1, 3, 127, 128, 129, 1000, 65537, 262144])

@@ -123,6 +123,36 @@ EQUIVALENT = {  # (file, fault, text of the line): why no test can see it broken
         "offset",
         "return 0, 0, tl.arange(0, BLOCK_M), tl.cast(pid, tl.int64) * BLOCK_N",
     ): "the interpreter passes no 1 as a constant",
+    (
+        "_cross_entropy",
+        "fill",
+        "t = tl.load(at(t_ptr, t_strides, a, b, offs_m, cols), mask=mask, other=0.0).to(COMPUTE)",
+    ): "a target that is masked again before it counts",
+    (
+        "_fp8",
+        "operand in 16 bits",
+        "x = tl.where(size >= (1 << MANTISSA), normal, size.to(tl.float32) * (2.0 ** (1 - BIAS - MANTISSA)))",
+    ): "0 to 7 times a power of two, which float16 holds",
+    (
+        "_grouped_mm",
+        "offset",
+        "out_row = out_ptr + tl.cast(row, tl.int64) * out_strides[0]",
+    ): "a result of more than 2^31 numbers: test_far_rows_of_no_group, on a GPU",
+    (
+        "_grouped_mm",
+        "fill",
+        "bias = tl.load(bias_ptr + group * bias_strides[0] + offs_n * bias_strides[1], mask=offs_n < N, other=0.0)",
+    ): "the bias of a column that is not stored",
+    (
+        "_matmul_kernels",
+        "fill",
+        "y += tl.load(bias_ptr + offs_m * bias_stride, mask=offs_m < M, other=0.0).to(acc.dtype)[:, None]",
+    ): "the bias of a row that is not stored",
+    (
+        "_modulated_norm",
+        "offset",
+        "part = tl.cast(pid, tl.int64) * N",
+    ): "of a few thousand programs: rows of a million numbers",
 }
 CRASHED = "the process of the tests crashed"
 
