@@ -10,6 +10,7 @@ import inspect
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -725,6 +726,10 @@ def test_memory(gpu, call):
             gc.collect()
             before = gpu.memory_allocated()
     gc.collect()
+    for _ in range(500):  # autograd's own thread may hold the last gradients for a moment
+        if gpu.memory_allocated() <= before:
+            break
+        time.sleep(0.01)
     assert gpu.memory_allocated() <= before
 
 

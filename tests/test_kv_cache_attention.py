@@ -256,13 +256,14 @@ def test_rotary(kernel, family, hold, device, dtype, interleaved):
         assert_close(out, expected.double(), ulps=4)  # where the rotation was rounded otherwise
 
 
-def test_append_of_far_rows(kernel, device, tmp_path):
+@pytest.mark.parametrize("B, S", [(1, 66), (66, 1)])
+def test_append_of_far_rows(kernel, device, tmp_path, B, S):
     """New keys 2^25 elements apart: those from the 64th on begin past 2^31."""
-    room, (q, k_cache, v_cache) = 2**25, make(1, 1, 2, 1, 16, 96, torch.bfloat16, device)
-    space = vast(70 * room, device, tmp_path)
-    k, v = (torch.as_strided(space, (1, 70, 1, 16), (0, room, 0, 1), n).copy_(k_cache[:, :70] * n) for n in (16, 32))
-    kernel.flash_attn_with_kvcache(q.expand(1, 70, 2, 16), k_cache, v_cache, k, v, cache_seqlens=26)
-    assert torch.equal(k_cache[:, 26:], k) and torch.equal(v_cache[:, 26:], v)
+    room, (q, k_cache, v_cache) = 2**25, make(B, S, 2, 1, 16, S + 2, torch.bfloat16, device)
+    space = vast(66 * room, device, tmp_path)
+    k, v = (torch.as_strided(space, (B, S, 1, 16), (room, room, 0, 1), n).copy_(k_cache[:, :S] * n) for n in (16, 32))
+    kernel.flash_attn_with_kvcache(q, k_cache, v_cache, k, v, cache_seqlens=2)
+    assert torch.equal(k_cache[:, 2:], k) and torch.equal(v_cache[:, 2:], v)
 
 
 def test_position_that_the_table_lacks(family, device):
