@@ -11,6 +11,8 @@ import os
 import subprocess
 import sys
 import time
+import tracemalloc
+import types
 from pathlib import Path
 
 import pytest
@@ -559,6 +561,62 @@ def test_workers_after_fork(kernel, device):
     loader = torch.utils.data.DataLoader(data, num_workers=2, multiprocessing_context="fork")
     for i, batch in enumerate(loader):
         torch.testing.assert_close(batch[0], data[i])
+
+
+PICKLED = """
+import os, sys
+sys.path[:0] = {paths!r}
+import torch
+from _calls import find
+from kernels import get_kernel
+
+repo_id, version = os.environ["PORTABLE_KERNELS_TESTED"].split("@")
+kernel = get_kernel(repo_id, version=int(version))
+functions, layer, given, normed, forwarded = torch.load({file!r}, weights_only=False)
+for name, function in functions.items():
+    assert function is find(kernel, name), name
+assert torch.equal(functions["rms_norm"](**given), normed)
+assert layer.forward.__func__ is torch.nn.RMSNorm.forward
+torch.testing.assert_close(layer(given["x"]), forwarded)
+print("as they were")
+"""
+
+
+def test_pickles_go_to_other_processes(kernel, device, tmp_path):
+    """Functions, where get_kernel was called. A layer goes with its own forward, as Python pickles methods by name."""
+    given = arguments("rms_norm", device=device)
+    layer = torch.nn.RMSNorm(128, eps=1e-6, device=device)
+    layer.variance_epsilon, layer.weight.data = layer.eps, given["weight"]
+    layer.forward = types.MethodType(kernel.layers.RMSNorm.forward, layer)  # as `kernelize` does
+    functions = {name: find(kernel, name) for name in NAMES}
+    saved = functions, layer, given, kernel.rms_norm(**given), layer(given["x"])
+    torch.save(saved, tmp_path / "pickles")
+    program = PICKLED.format(paths=[p for p in sys.path if p.endswith("tests")], file=str(tmp_path / "pickles"))
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert "as they were" in done.stdout, done.stdout + done.stderr
+
+
+@pytest.mark.skipif(INTERPRET, reason="Triton's interpreter takes minutes")
+@pytest.mark.parametrize("name", ["rms_norm"] + PROOF * ["reductions.sum", "cross_entropy", "swiglu"])
+def test_calls_leave_nothing_behind(call):
+    """10,000 calls and their gradients: a byte each would be too much."""
+    calls = [call.again(rows=rows) for rows in (3, 4, 5, 6, 7)]
+    inputs = [(c, c.inputs()) for c in calls]
+
+    def repeat(n):
+        for i in range(n):
+            everything(*inputs[i % len(inputs)])
+
+    repeat(200)
+    gc.collect()
+    tracemalloc.start()
+    try:
+        before = tracemalloc.get_traced_memory()[0]
+        repeat(10_000)
+        gc.collect()
+        assert tracemalloc.get_traced_memory()[0] - before < 10_000
+    finally:
+        tracemalloc.stop()
 
 
 SHARDED = ["softmax", "rms_norm", "swiglu"]  # by their ops; PROOF=1: all, some of them by their formulas

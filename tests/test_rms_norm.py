@@ -182,6 +182,13 @@ def test_add_one_result_used(kernel, device):
         assert x.grad.data_ptr() != r.grad.data_ptr()
 
 
+def test_quantize_sums_wide_rows_in_float32(kernel, device):
+    x = torch.full((2, 40000), 1.1, device=device)
+    _, scale = kernel.rms_norm(x, quantize="fp8")
+    wide = x.double()[:, :1]
+    assert_close(scale, wide * torch.rsqrt(wide.square() + 1e-6) / 448, ulps=4)
+
+
 def test_special_values(kernel, family, device):
     x = tensor((7, 33), torch.float32, device)
     x[0, 3], x[1, 4], x[2, 5] = float("nan"), float("inf"), -float("inf")
