@@ -463,6 +463,14 @@ def test_beyond_32_bits(family, device):
         assert_close(family.matmul(a, b), a.double() @ b.double())
 
 
+def test_residual_of_far_rows(family, device, tmp_path):
+    """Rows 2^25 elements apart: those from the 64th on begin past 2^31."""
+    residual = torch.as_strided(vast(66 * 2**25, device, tmp_path), (66, 8), (2**25, 1))
+    residual.copy_(torch.randn(66, 8))
+    x, w = tensor((66, 16), torch.bfloat16, device), tensor((8, 16), torch.bfloat16, device)
+    assert torch.equal(family.linear(x, w, residual=residual), family.linear(x, w, residual=residual.contiguous()))
+
+
 @pytest.mark.parametrize("N", [24, 23])
 @pytest.mark.parametrize("M", [70, 7])
 def test_sum_of_products(core, device, on_kernels, M, N):

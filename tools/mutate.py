@@ -153,6 +153,11 @@ EQUIVALENT = {  # (file, fault, text of the line): why no test can see it broken
         "offset",
         "part = tl.cast(pid, tl.int64) * N",
     ): "of a few thousand programs: rows of a million numbers",
+    (
+        "_linear_cross_entropy",
+        "fill of a maximum",
+        'x = tl.load(x_ptr + start + offs_n, mask=mask, other=float("-inf")).to(COMPUTE)',
+    ): "scaled logits, which are masked again",
 }
 CRASHED = "the process of the tests crashed"
 
