@@ -69,6 +69,26 @@ TESTS = {  # files whose tests are not named after them
 ALSO = {"offset": "tests/test_every_op.py::test_strides_past_32_bits"}  # by fault: more tests, first
 EQUIVALENT = {  # (file, fault, text of the line): why no test can see it broken, here
     (
+        "_scaled_matmul",
+        "fill",
+        "acc *= tl.load(sa_ptr + offs_m * sa_strides[0], mask=offs_m < M, other=0.0)[:, None]",
+    ): "the scale of a row that is not stored",
+    (
+        "_reductions",
+        "operand in 16 bits",
+        "s1 = tl.where(s0 == before, s1, zero) + tl.sum(equal.to(COMPUTE), axis=2)",
+    ): "counts of a few lanes, which float16 holds",
+    (
+        "activations",
+        "fill",
+        "x = tl.load(at(x_ptr, x_strides, outer_a, outer_b, offs_m, offs_n), mask=mask, other=0.0).to(COMPUTE)",
+    ): "a lane that is not stored",
+    (
+        "_pointwise",
+        "fill",
+        "both = tl.load(at(first_ptr, first_strides, a, b, offs_m, cols), mask=mask, other=0.0)",
+    ): "lanes that are not stored",
+    (
         "_reductions",
         "offset",
         "offs_r = tl.cast(step % tiles_r, tl.int64) * BLOCK_R",
