@@ -598,6 +598,14 @@ def reduce(x, dims, y, stats, kind, param, compute):
     _reduce_layout(x, y, stats, layout, kind, param, compute)
 
 
+def sum_parts(parts, y):
+    """The sum of the rows of parts, which are dense and few, into y, in one launch."""
+    device = facts(parts.device)
+    layout = layout_of(parts.shape, (0,), parts.stride())
+    plan, steps, _, _ = plan_reduction(layout, parts.element_size(), device.multiprocessors, device.max_warps, "sum")
+    _reduce_layout(parts, y, None, layout, "sum", 0.0, parts.dtype, (plan, steps, steps, 1))
+
+
 def reduce_backward(dy, x, stats, dims, dx, kind, param, factor):
     """The gradient of x into dx. dy: with the reduced dimensions, of size 1, in place."""
     dy_strides = tuple(0 if d - x.dim() in dims else s for d, s in enumerate(dy.stride()))

@@ -19,7 +19,7 @@ from ._device import facts, launch
 from ._dispatch import differentiable, use_kernel
 from ._ops import add_op_namespace_prefix
 from ._pointwise import elements, plan
-from ._reductions import reduce
+from ._reductions import sum_parts
 from ._replay import replayed
 from ._rows import at, compute_dtype, row_index, rows, sum_leading, warps
 from ._triton import cdiv, next_power_of_2, round_to, scalar, tl, triton, triton_dtype
@@ -195,7 +195,7 @@ def _backward(dy, x, param, need_dp, activation, a, b):
         return dx, x.new_empty(0)
     if each and parts > 1:
         parts, dp = dp, torch.empty(layout.N, dtype=param.dtype, device=x.device)
-        reduce(parts, (0,), dp, None, "sum", 0.0, compute)
+        sum_parts(parts, dp)
     elif not each:
         dp = dp.sum().to(param.dtype)
     return dx, dp.view(param.shape)
