@@ -254,7 +254,11 @@ def activate_gradient(dy, x, a, b, ACTIVATION: tl.constexpr, PRECISE: tl.constex
     elif ACTIVATION == "leaky_relu":
         dx = tl.where(x > 0, dy, dy * a)
     elif ACTIVATION == "silu":
-        s, t = _sigmoids(a * x, PRECISE)
+        if PRECISE or x.dtype == tl.float64:
+            s, t = _sigmoids(a * x, PRECISE)
+        else:  # what 1 - s loses where s is near 1 is small beside the 1 that it is added to
+            s = _sigmoid(a * x, PRECISE)
+            t = 1.0 - s
         dx = dy * (s * (1.0 + x * (a * t)))
     elif ACTIVATION == "gelu":
         phi, e = _normal(x, PRECISE)

@@ -216,8 +216,9 @@ def _load_gradient(
 
 @triton.jit
 def _group_norm_bwd_kernel(
-    dy_ptr, x_ptr, w_ptr, b_ptr, stats_ptr, dx_ptr, sums_ptr, C, S, groups, dy_strides, x_strides, dx_strides,
-    alpha, beta, ACTIVATION: tl.constexpr, PRECISE: tl.constexpr, COMPUTE: tl.constexpr,
+    dy_ptr, x_ptr, w_ptr, b_ptr, stats_ptr, dx_ptr, sums_ptr, products_ptr, C, S, groups,
+    dy_strides, x_strides, dx_strides, alpha, beta,
+    ACTIVATION: tl.constexpr, PRECISE: tl.constexpr, COMPUTE: tl.constexpr,
     BLOCK_C: tl.constexpr, BLOCK_S: tl.constexpr,
 ):  # fmt: skip
     """A program takes a group: the sums over each channel, from them those of the group, and dx."""
@@ -247,8 +248,8 @@ def _group_norm_bwd_kernel(
             products += dz * xhat
         channel_sums = tl.sum(sums, axis=1)
         channel_products = tl.sum(products, axis=1)
-        tl.store(sums_ptr + (n * C + offs_c) * 2, channel_sums, mask=mask_c)
-        tl.store(sums_ptr + (n * C + offs_c) * 2 + 1, channel_products, mask=mask_c)
+        tl.store(sums_ptr + n * C + offs_c, channel_sums, mask=mask_c)
+        tl.store(products_ptr + n * C + offs_c, channel_products, mask=mask_c)
         average += tl.sum(channel_sums[:, None] * w) / (width * S)
         projection += tl.sum(channel_products[:, None] * w) / (width * S)
     for c in range(0, width, BLOCK_C):
@@ -268,37 +269,37 @@ def _group_norm_bwd_kernel(
 
 @triton.jit
 def _group_norm_bwd_kernel_share(
-    dy_ptr, x_ptr, w_ptr, b_ptr, stats_ptr, means_ptr, dx_ptr, sums_ptr, C, S, groups,
+    dy_ptr, x_ptr, w_ptr, b_ptr, stats_ptr, averages_ptr, projections_ptr, dx_ptr, sums_ptr, products_ptr, C, S, groups,
     dy_strides, x_strides, dx_strides, alpha, beta,
     ACTIVATION: tl.constexpr, PRECISE: tl.constexpr, COMPUTE: tl.constexpr,
     CHUNK: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_S: tl.constexpr,
 ):  # fmt: skip
-    """A program takes BLOCK_C channels of a chunk: their sums where `means` is None, else dx by the groups' means."""
+    """A program takes BLOCK_C channels of a chunk: their sums where dx is None, else dx by the groups' means."""
     n, offs_c, chunk = _share(tl.program_id(0), C, S, CHUNK, BLOCK_C)
     offs_s = tl.cast(chunk, tl.int64) * CHUNK + tl.arange(0, BLOCK_S)
     mask_c = offs_c < C
     offs_g = offs_c // (C // groups)
     mean, rest, rstd = _load_stats(stats_ptr, n, groups, offs_g, mask_c)
     w, b = _load_affine(w_ptr, b_ptr, offs_c, mask_c, COMPUTE)
-    if means_ptr is None:
+    if dx_ptr is None:
         sums = tl.zeros((BLOCK_C, BLOCK_S), COMPUTE)
         products = tl.zeros((BLOCK_C, BLOCK_S), COMPUTE)
     else:
-        average = tl.load(means_ptr + (n * groups + offs_g) * 2, mask=mask_c, other=0.0)[:, None]
-        projection = tl.load(means_ptr + (n * groups + offs_g) * 2 + 1, mask=mask_c, other=0.0)[:, None]
+        average = tl.load(averages_ptr + n * groups + offs_g, mask=mask_c, other=0.0)[:, None]
+        projection = tl.load(projections_ptr + n * groups + offs_g, mask=mask_c, other=0.0)[:, None]
     for s in range(0, CHUNK, BLOCK_S):
         mask = mask_c[:, None] & (s + offs_s < S)[None, :]
         dz, xhat = _load_gradient(
             dy_ptr, x_ptr, dy_strides, x_strides, mean, rest, rstd, w, b, n, offs_c, s + offs_s, mask,
             alpha, beta, ACTIVATION, PRECISE, COMPUTE,
         )  # fmt: skip
-        if means_ptr is None:
+        if dx_ptr is None:
             sums += dz
             products += dz * xhat
         else:
             dx = round_to((dz * w - average - xhat * projection) * rstd, dx_ptr.dtype.element_ty)
             tl.store(_at(dx_ptr, dx_strides, n, offs_c, s + offs_s), dx, mask=mask)
-    if means_ptr is None:
-        part = ((n * C + offs_c) * ((S - 1) // CHUNK + 1) + chunk) * 2
+    if dx_ptr is None:
+        part = (n * ((S - 1) // CHUNK + 1) + chunk) * C + offs_c
         tl.store(sums_ptr + part, tl.sum(sums, axis=1), mask=mask_c)
-        tl.store(sums_ptr + part + 1, tl.sum(products, axis=1), mask=mask_c)
+        tl.store(products_ptr + part, tl.sum(products, axis=1), mask=mask_c)

@@ -117,12 +117,27 @@ def plan_any_dim(layout, itemsize, max_warps, plan=plan_forward):
 @triton.jit
 def row_index(tile, B, M, BLOCK_M: tl.constexpr):
     """(a, b, offs_m) of a tile of BLOCK_M rows, in int64: rows times strides may pass 2^31."""
+    a, b, first = first_row(tile, B, M, BLOCK_M)
+    return a, b, first + tl.arange(0, BLOCK_M)
+
+
+@triton.jit
+def first_row(tile, B, M, BLOCK_M: tl.constexpr):
+    """(a, b, m) of a tile's first row, in int64."""
     if isinstance(B, tl.constexpr):  # Triton passes a 1 so. A is 1 where B is: no need of four divisions
-        return 0, 0, tl.cast(tile, tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+        return 0, 0, tl.cast(tile, tl.int64) * BLOCK_M
     tiles_m = (M - 1) // BLOCK_M + 1  # tl.cdiv(M, BLOCK_M) overflows just below 2^31, as would the offsets in int32
     outer = tile // tiles_m
-    offs_m = tl.cast(tile % tiles_m, tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
-    return tl.cast(outer // B, tl.int64), tl.cast(outer % B, tl.int64), offs_m
+    return tl.cast(outer // B, tl.int64), tl.cast(outer % B, tl.int64), tl.cast(tile % tiles_m, tl.int64) * BLOCK_M
+
+
+@triton.jit
+def inside(offs_m, offs_n, M, N, WHOLE: tl.constexpr):
+    """The mask of a tile; WHOLE says that no tile ends past its rows, and the compiler then drops it."""
+    if WHOLE:
+        return tl.full((offs_m.shape[0], offs_n.shape[0]), True, tl.int1)
+    else:
+        return (offs_m < M)[:, None] & (offs_n < N)[None, :]
 
 
 @triton.jit

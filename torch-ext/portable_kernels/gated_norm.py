@@ -17,10 +17,10 @@ from . import _checks, _norms
 from ._activation_math import ACTIVATIONS, FORMULAS, activate, activate_gradient, gradient
 from ._device import facts, launch
 from ._dispatch import differentiable, use_kernel
-from ._norms import add_to, load_scale
+from ._norms import add_to, fold, load_rows, load_scale
 from ._ops import add_op_namespace_prefix
 from ._replay import replayed
-from ._rows import Plan, at, compute_dtype, plan_forward, row_index, rows, sum_leading
+from ._rows import Plan, at, compute_dtype, first_row, inside, plan_forward, row_index, rows, sum_leading
 from ._triton import cdiv, next_power_of_2, round_to, scalar, tl, triton, triton_dtype
 
 SECOND_ORDER = "reference"
@@ -195,6 +195,7 @@ def _rms_norm_gated_bwd_kernel(
     dy_ptr, x_ptr, gate_ptr, w_ptr, rstd_ptr, dx_ptr, dgate_ptr, dw_ptr, B, M, N, groups, n_tiles,
     dy_strides, x_strides, gate_strides, alpha, beta,
     ACTIVATION: tl.constexpr, PRECISE: tl.constexpr, NORM_FIRST: tl.constexpr, COMPUTE: tl.constexpr,
+    WHOLE: tl.constexpr, KEEP: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ONE_PASS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Each program walks row tiles of one group and sums its share of the weight's gradient: in registers, or with
@@ -208,19 +209,21 @@ def _rms_norm_gated_bwd_kernel(
         w_ptr += group * N
     if dw_ptr is not None:
         dw_ptr += (first * groups + group) * N
-    offs_n = tl.arange(0, BLOCK_N)
+    tile_m, offs_n = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N)
     if ONE_PASS:
-        scale = load_scale(w_ptr, 0.0, offs_n, offs_n < N, COMPUTE)
-        dw = tl.zeros((BLOCK_N,), COMPUTE)
+        scale = load_scale(w_ptr, 0.0, offs_n, offs_n < N, COMPUTE, BLOCK_M if KEEP > 1 else 1)
+        dw = tl.zeros((KEEP, BLOCK_N), COMPUTE)
     for tile in tl.range(first, n_tiles, step, num_stages=STAGES):
-        outer_a, outer_b, offs_m = row_index(tile, B, M, BLOCK_M)
+        outer_a, outer_b, m = first_row(tile, B, M, BLOCK_M)
+        offs_m = m + tile_m
         mask_m = offs_m < M
         out_m = ((outer_a * B + outer_b) * M + offs_m) * groups + group
         rstd = tl.load(rstd_ptr + out_m, mask=mask_m, other=0.0)
         if ONE_PASS:
-            mask = mask_m[:, None] & (offs_n < N)[None, :]
-            dy = tl.load(at(dy_ptr, dy_strides, outer_a, outer_b, offs_m, offs_n), mask=mask, other=0.0).to(COMPUTE)
-            x, gate = _load(x_ptr, gate_ptr, x_strides, gate_strides, outer_a, outer_b, offs_m, offs_n, mask, COMPUTE)
+            mask = inside(tile_m, offs_n, M - m, N, WHOLE)
+            dy = load_rows(dy_ptr, dy_strides, outer_a, outer_b, m, tile_m, offs_n, mask, COMPUTE)
+            x = load_rows(x_ptr, x_strides, outer_a, outer_b, m, tile_m, offs_n, mask, COMPUTE)
+            gate = load_rows(gate_ptr, gate_strides, outer_a, outer_b, m, tile_m, offs_n, mask, COMPUTE)
             activated, xhat, dscaled, g = _normed_and_gradient(
                 dy, x, gate, rstd, scale, alpha, beta, ACTIVATION, PRECISE, NORM_FIRST
             )
@@ -230,7 +233,7 @@ def _rms_norm_gated_bwd_kernel(
                 out_m * N, offs_n, mask, ACTIVATION, PRECISE, NORM_FIRST,
             )  # fmt: skip
             if dw_ptr is not None:
-                dw += tl.sum(dscaled * xhat, axis=0)
+                dw += fold(dscaled * xhat, KEEP)
         else:
             products = tl.zeros((BLOCK_M, BLOCK_N), COMPUTE)
             for start in range(0, N, BLOCK_N):
@@ -261,7 +264,7 @@ def _rms_norm_gated_bwd_kernel(
                     add_to(dw_ptr, tl.sum(dscaled * xhat, axis=0), cols, cols < N)
     if ONE_PASS:
         if dw_ptr is not None:
-            tl.store(dw_ptr + offs_n, dw, mask=offs_n < N)
+            tl.store(dw_ptr + offs_n, tl.sum(dw, axis=0), mask=offs_n < N)
 
 
 def _groups(x, size):
@@ -340,10 +343,11 @@ def rms_norm_gated_bwd(
             x.device,
             (dy, x, gate, _norms.packed(weight), rstd, dx, dgate, dw, layout.B, layout.M, layout.N, groups, n_tiles,
              *layout.strides, *numbers),
-            NORM_FIRST=norm_first, BLOCK_M=plan.BLOCK_M, BLOCK_N=plan.BLOCK_N, ONE_PASS=plan.ONE_PASS,
+            NORM_FIRST=norm_first, WHOLE=layout.N == plan.BLOCK_N and layout.M % plan.BLOCK_M == 0,
+            KEEP=_norms.side_by_side(plan), BLOCK_M=plan.BLOCK_M, BLOCK_N=plan.BLOCK_N, ONE_PASS=plan.ONE_PASS,
             STAGES=plan.STAGES, num_warps=plan.num_warps, **options,
         )  # fmt: skip
-    return dx, dgate, dw.sum(0).to(weight.dtype) if need_dw else x.new_empty(0)
+    return dx, dgate, _norms.sum_parts((dw, weight.dtype))[0] if need_dw else x.new_empty(0)
 
 
 @rms_norm_gated_bwd.register_fake

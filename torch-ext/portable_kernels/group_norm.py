@@ -179,32 +179,29 @@ def group_norm_bwd(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of x, weight and bias; empty what is not needed."""
     dx = _like(x)
-    total = stats.new_zeros((x.shape[1], 2))
+    parts = stats.new_zeros((1, x.shape[1])), stats.new_zeros((1, x.shape[1]))
     if x.numel():
         options, numbers = _options(x, stats.dtype, activation)
         x, plan, tile, programs = _planned(x, groups)
         dy, device, (batch, C, S) = _flat(dy), x.device, x.shape
-        chunks = 1 if plan.FUSED else cdiv(S, plan.CHUNK)
-        sums = stats.new_empty((batch, C, chunks, 2))
         inputs = (dy, x, _norms.packed(weight), _norms.packed(bias), stats)
+        chunks = 1 if plan.FUSED else cdiv(S, plan.CHUNK)
+        parts = stats.new_empty((batch * chunks, C)), stats.new_empty((batch * chunks, C))
         rest = (C, S, groups, dy.stride(), x.stride(), _flat(dx).stride(), *numbers)
         if plan.FUSED:
-            launch(_group_norm_bwd_kernel, (batch * groups,), device, (*inputs, dx, sums, *rest), **options, **tile)
+            args = (*inputs, dx, *parts, *rest)
+            launch(_group_norm_bwd_kernel, (batch * groups,), device, args, **options, **tile)
         else:
-            tile["CHUNK"] = plan.CHUNK
-            args = (*inputs, None, None, sums, *rest)
-            launch(_group_norm_bwd_kernel_share, (programs * chunks,), device, args, **options, **tile)
-            means = sums.sum(2) if weight is None else sums.sum(2) * weight[:, None]
-            means = means.view(batch, groups, -1, 2).sum(2) / (C // groups * S)
-            tile["CHUNK"] = plan.BLOCK_S
-            args = (*inputs, means, dx, None, *rest)
-            launch(
-                _group_norm_bwd_kernel_share, (programs * cdiv(S, plan.BLOCK_S),), device, args, **options, **tile
-            )  # fmt: skip
-        if need_dw or need_db:
-            total = sums.sum((0, 2))
-    dw = total[:, 1].to(weight.dtype, copy=True) if need_dw else x.new_empty(0)
-    return dx, dw.contiguous(), total[:, 0].to(bias.dtype, copy=True).contiguous() if need_db else x.new_empty(0)
+            kernel, args = _group_norm_bwd_kernel_share, (*inputs, None, None, None, *parts, *rest)
+            launch(kernel, (programs * chunks,), device, args, **options, **tile, CHUNK=plan.CHUNK)
+            means = (t.view(batch, chunks, C).sum(1) for t in parts)
+            means = (t if weight is None else t * weight for t in means)
+            means = (t.view(batch, groups, -1).sum(2) / (C // groups * S) for t in means)
+            args = (*inputs, *means, dx, None, None, *rest)
+            launch(kernel, (programs * cdiv(S, plan.BLOCK_S),), device, args, **options, **tile, CHUNK=plan.BLOCK_S)
+    pairs = ((t, p.dtype) if need else (None, None) for t, p, need in zip(parts, (bias, weight), (need_db, need_dw)))
+    db, dw = (x.new_empty(0) if t is None else t for t in _norms.sum_parts(*pairs))
+    return dx, dw, db
 
 
 @group_norm_bwd.register_fake

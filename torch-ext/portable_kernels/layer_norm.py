@@ -17,11 +17,23 @@ from . import _checks, _norms
 from ._device import facts, launch
 from ._dispatch import differentiable, transforms, use_kernel
 from ._moments import take_moments, within
-from ._norms import load_bias, load_pair, load_scale, load_sum, store_dx, store_parts
+from ._norms import (
+    by_rows,
+    fold,
+    load_bias,
+    load_pair,
+    load_rows,
+    load_scale,
+    load_sum,
+    store_dx,
+    store_parts,
+    store_rows,
+    two_sums,
+)  # fmt: skip
 from ._online import neighbours
 from ._ops import add_op_namespace_prefix
 from ._replay import replayed
-from ._rows import Plan, compute_dtype, plan_forward, row_index, rows, sum_leading, warps
+from ._rows import Plan, compute_dtype, first_row, inside, plan_forward, row_index, rows, sum_leading, warps
 from ._triton import next_power_of_2, round_to, scalar, tl, triton, triton_dtype
 
 SECOND_ORDER = "reference"
@@ -89,12 +101,16 @@ def _centred(x, shift, correction, mask):
 
 
 @triton.jit
-def _store_normed(x, d, correction, rstd, w_ptr, b_ptr, y_ptr, s_ptr, out_m, N, offs_n, mask, COMPUTE: tl.constexpr):
+def _store_normed(
+    x, d, correction, rstd, w_ptr, b_ptr, y_ptr, s_ptr, out_m, N, offs_n, mask,
+    KEEP: tl.constexpr, COMPUTE: tl.constexpr,
+):  # fmt: skip
     """d = x - shift; what it is past the row's end is not stored."""
     out = out_m[:, None] * N + offs_n[None, :]
     mask_n = offs_n < N
-    y = d * rstd[:, None] - (correction * rstd)[:, None]
-    y = y * load_scale(w_ptr, 0.0, offs_n, mask_n, COMPUTE) + load_bias(b_ptr, offs_n, mask_n, COMPUTE)
+    y = by_rows(d * rstd[:, None] - (correction * rstd)[:, None], KEEP)
+    y = y * load_scale(w_ptr, 0.0, offs_n, mask_n, COMPUTE, KEEP)[None, :, :]
+    y = tl.reshape(y + load_bias(b_ptr, offs_n, mask_n, COMPUTE, KEEP)[None, :, :], d.shape)
     tl.store(y_ptr + out, round_to(y, y_ptr.dtype.element_ty), mask=mask)
     if s_ptr is not None:
         tl.store(s_ptr + out, round_to(x, s_ptr.dtype.element_ty), mask=mask)
@@ -103,20 +119,21 @@ def _store_normed(x, d, correction, rstd, w_ptr, b_ptr, y_ptr, s_ptr, out_m, N, 
 @triton.jit(do_not_specialize=["M"])
 def _layer_norm_fwd_kernel(
     x_ptr, r_ptr, w_ptr, b_ptr, y_ptr, s_ptr, stats_ptr, B, M, N, x_strides, r_strides, eps,
-    GROUP: tl.constexpr, COMPUTE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ONE_PASS: tl.constexpr,
+    GROUP: tl.constexpr, WHOLE: tl.constexpr, KEEP: tl.constexpr, COMPUTE: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ONE_PASS: tl.constexpr,
 ):  # fmt: skip
     a, b, offs_m = row_index(tl.program_id(0), B, M, BLOCK_M)
     mask_m = offs_m < M
     out_m = (a * B + b) * M + offs_m
     offs_n = tl.arange(0, BLOCK_N)
-    mask = mask_m[:, None] & (offs_n < N)[None, :]
+    mask = inside(offs_m, offs_n, M, N, WHOLE)
     x = load_sum(x_ptr, x_strides, r_ptr, r_strides, s_ptr, a, b, offs_m, offs_n, mask, COMPUTE)
     shift = _mean(x, tl.minimum(N, BLOCK_N), COMPUTE)  # of the first block, rounded
     if ONE_PASS:
         d = tl.where(mask, x - shift[:, None], 0.0)
         # The correction is what the rounding of shift left: too small for the difference of squares to cancel.
-        correction = _mean(d, N, COMPUTE)
-        variance = tl.sum(d * d, axis=1) / N
+        correction, variance = two_sums(d * (tl.full((), 1.0, COMPUTE) / N), d * d)
+        variance = variance / N
         square = correction * correction
         variance = tl.where(square < variance, variance - square, variance)  # not inf - inf, nor below 0
     else:  # the moments of groups, as they come (Chan, Golub and LeVeque 1979); then the groups together
@@ -137,14 +154,14 @@ def _layer_norm_fwd_kernel(
     tl.store(stats_ptr + out_m * 3 + 1, correction, mask=mask_m)
     tl.store(stats_ptr + out_m * 3 + 2, rstd, mask=mask_m)
     if ONE_PASS:
-        _store_normed(x, d, correction, rstd, w_ptr, b_ptr, y_ptr, s_ptr, out_m, N, offs_n, mask, COMPUTE)
+        _store_normed(x, d, correction, rstd, w_ptr, b_ptr, y_ptr, s_ptr, out_m, N, offs_n, mask, KEEP, COMPUTE)
     else:
         for start in range(0, N, BLOCK_N):
             cols = start + offs_n
             mask = mask_m[:, None] & (cols < N)[None, :]
             x = load_sum(x_ptr, x_strides, r_ptr, r_strides, s_ptr, a, b, offs_m, cols, mask, COMPUTE, "evict_first")
             d = x - shift[:, None]
-            _store_normed(x, d, correction, rstd, w_ptr, b_ptr, y_ptr, s_ptr, out_m, N, cols, mask, COMPUTE)
+            _store_normed(x, d, correction, rstd, w_ptr, b_ptr, y_ptr, s_ptr, out_m, N, cols, mask, KEEP, COMPUTE)
 
 
 @triton.jit
@@ -154,42 +171,51 @@ def _load_stats(stats_ptr, out_m, mask_m):
     return shift, correction, tl.load(stats_ptr + out_m * 3 + 2, mask=mask_m, other=0.0)
 
 
+@triton.jit
+def _xhat(x, shift, correction, rstd, mask):
+    return tl.where(mask, (x - shift[:, None]) * rstd[:, None] - (correction * rstd)[:, None], 0.0)
+
+
 @triton.jit(do_not_specialize=["M", "n_tiles"])
 def _layer_norm_bwd_kernel(
     dy_ptr, x_ptr, w_ptr, stats_ptr, ds_ptr, dx_ptr, dw_ptr, db_ptr, B, M, N, n_tiles,
     dy_strides, x_strides, ds_strides,
-    COMPUTE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
+    WHOLE: tl.constexpr, KEEP: tl.constexpr, COMPUTE: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Each program walks row tiles and keeps its share of the weight and bias gradients in registers."""
     pid = tl.program_id(0)
-    offs_n = tl.arange(0, BLOCK_N)
-    scale = load_scale(w_ptr, 0.0, offs_n, offs_n < N, COMPUTE)
-    dw = tl.zeros((BLOCK_N,), COMPUTE)
-    db = tl.zeros((BLOCK_N,), COMPUTE)
+    offs_m, offs_n = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N)
+    scale = load_scale(w_ptr, 0.0, offs_n, offs_n < N, COMPUTE, BLOCK_M if KEEP > 1 else 1)
+    dw = tl.zeros((KEEP, BLOCK_N), COMPUTE)
+    db = tl.zeros((KEEP, BLOCK_N), COMPUTE)
     TWICE: tl.constexpr = BLOCK_N > 8192  # read again, from L1: registers would not hold the row too
+    first: tl.constexpr = "evict_last" if TWICE else ""
     for tile in tl.range(pid, n_tiles, tl.num_programs(0), num_stages=STAGES):
-        a, b, offs_m = row_index(tile, B, M, BLOCK_M)
-        mask_m = offs_m < M
-        out_m = (a * B + b) * M + offs_m
-        shift, correction, rstd = _load_stats(stats_ptr, out_m, mask_m)
-        mask = mask_m[:, None] & (offs_n < N)[None, :]
-        first: tl.constexpr = "evict_last" if TWICE else ""
-        dy, x = load_pair(dy_ptr, dy_strides, x_ptr, x_strides, a, b, offs_m, offs_n, mask, COMPUTE, first)
-        xhat = _centred(x, shift, correction, mask) * rstd[:, None]
+        a, b, m = first_row(tile, B, M, BLOCK_M)
+        row = (a * B + b) * M + m
+        mask = inside(offs_m, offs_n, M - m, N, WHOLE)
+        shift, correction, rstd = _load_stats(stats_ptr + row * 3, offs_m, offs_m < M - m)
+        dy = load_rows(dy_ptr, dy_strides, a, b, m, offs_m, offs_n, mask, COMPUTE, first)
+        x = load_rows(x_ptr, x_strides, a, b, m, offs_m, offs_n, mask, COMPUTE, first)
+        xhat = _xhat(x, shift, correction, rstd, mask)
         g = dy * scale
-        mean = tl.sum(g, axis=1) / N
-        projection = tl.sum(g * xhat, axis=1) / N
+        mean, projection = two_sums(g, g * xhat)
         if TWICE:
-            dy, x = load_pair(dy_ptr, dy_strides, x_ptr, x_strides, a, b, offs_m, offs_n, mask, COMPUTE, "evict_first")
-            xhat = _centred(x, shift, correction, mask) * rstd[:, None]
+            dy = load_rows(dy_ptr, dy_strides, a, b, m, offs_m, offs_n, mask, COMPUTE, "evict_first")
+            x = load_rows(x_ptr, x_strides, a, b, m, offs_m, offs_n, mask, COMPUTE, "evict_first")
+            xhat = _xhat(x, shift, correction, rstd, mask)
             g = dy * scale
-        dx = (g - mean[:, None] - xhat * projection[:, None]) * rstd[:, None]
-        store_dx(dx, ds_ptr, ds_strides, dx_ptr, a, b, offs_m, out_m, N, offs_n, mask, COMPUTE)
+        share = rstd / N
+        dx = g * rstd[:, None] - (xhat * (projection * share)[:, None] + (mean * share)[:, None])
+        if ds_ptr is not None:
+            dx += load_rows(ds_ptr, ds_strides, a, b, m, offs_m, offs_n, mask, COMPUTE)
+        store_rows(dx_ptr, dx, row, offs_m, offs_n, N, mask)
         if dw_ptr is not None:
-            dw += tl.sum(dy * xhat, axis=0)
+            dw += fold(dy * xhat, KEEP)
         if db_ptr is not None:
-            db += tl.sum(dy, axis=0)
-    store_parts(dw_ptr, db_ptr, dw, db, pid, N, offs_n)
+            db += fold(dy, KEEP)
+    store_parts(dw_ptr, db_ptr, tl.sum(dw, axis=0), tl.sum(db, axis=0), pid, N, offs_n)
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -261,6 +287,7 @@ def _forward(x, residual, weight, bias, eps, total_dtype):
             (x, r[0] if r else None, _norms.packed(weight), _norms.packed(bias), y, total, stats,
              layout.B, layout.M, layout.N, layout.strides[0], layout.strides[-1], scalar(eps, compute)),
             GROUP=neighbours(layout.strides[0][3], x.element_size()), COMPUTE=triton_dtype(compute), **plan._asdict(),
+            WHOLE=layout.N == plan.BLOCK_N and layout.M % plan.BLOCK_M == 0, KEEP=_norms.side_by_side(plan),
         )  # fmt: skip
     else:
         stats.fill_(torch.nan)

@@ -9,7 +9,7 @@ numbers, so that one far larger than the spread costs no digits.
 """
 
 import math
-from typing import Optional
+from typing import NamedTuple, Optional
 
 import torch
 from torch import Tensor
@@ -17,10 +17,15 @@ from torch import Tensor
 from . import _checks, _norms
 from ._device import facts, launch
 from ._dispatch import differentiable, use_kernel
-from ._modulated_norm import _modulated_norm_bwd_kernel, _modulated_norm_fwd_kernel
+from ._modulated_norm import (
+    _modulated_norm_bwd_kernel,
+    _modulated_norm_bwd_kernel_wide,
+    _modulated_norm_fwd_kernel,
+    _modulated_norm_fwd_kernel_wide,
+)
 from ._ops import add_op_namespace_prefix
 from ._replay import replayed
-from ._rows import Plan, compute_dtype, plan_forward, rows, sum_leading, warps
+from ._rows import compute_dtype, rows, sum_leading, warps
 from ._triton import cdiv, next_power_of_2, scalar, triton_dtype
 
 SECOND_ORDER = "reference"
@@ -58,19 +63,58 @@ def _centred_reference(h, eps, layer):
     return h, mean, rest, torch.rsqrt(h.square().mean(-1, keepdim=True) + eps)
 
 
-def _plan(N, max_warps):
-    """0.66 of a copy at N = 3072, 0.55 at 1152, H200 bf16."""
-    if next_power_of_2(N) == 2048:  # one row a tile: 0.45
-        return Plan(2, 2048, True, warps(4, max_warps))
-    return plan_forward(N, max_warps)
+class Plan(NamedTuple):
+    """Tiles of BLOCK_M rows and BLOCK_N + TAIL columns; HELD where that covers the row."""
+
+    HELD: bool
+    BLOCK_M: int
+    BLOCK_N: int
+    TAIL: int
+    STAGES: int
+    num_warps: int
+    programs: int  # on a multiprocessor, in the backward
 
 
-def _plan_backward(N, itemsize, device):
-    """0.62 of a copy at N = 3072, 0.43 at 1152, H200 bf16."""
-    plan = _norms.plan_backward(N, itemsize, device)
-    if plan.BLOCK_N == 2048:  # two rows a tile, 4 warps: 0.2 to 0.34
-        return plan._replace(BLOCK_M=1, num_warps=warps(2, device.max_warps), programs=8)
-    return plan
+def _columns(N):
+    """(BLOCK_N, TAIL): one power of two that covers N, or two where they do it with less."""
+    BLOCK_N = next_power_of_2(N + 1) // 2
+    TAIL = next_power_of_2(N - BLOCK_N) if N > BLOCK_N else 0
+    return (2 * BLOCK_N, 0) if TAIL == BLOCK_N else (BLOCK_N, TAIL)
+
+
+def _plan(N, joined, max_warps):
+    """joined: whether a gated residual is added first. Shares of a copy: H200 bf16, widths 1152 and 3072."""
+    BLOCK_N, TAIL = _columns(N)
+    if BLOCK_N <= 1024:  # 0.82 alone, where 4 rows and warps have 0.74; joined 0.90, where 2 rows and 1 warp have 0.75
+        rows = max(1, (4096 if joined else 2048) // max(BLOCK_N, 32))
+        return Plan(True, rows, BLOCK_N, TAIL, 1, warps(4 if joined else 1, max_warps), 0)
+    if BLOCK_N <= 16384:  # 0.81 and 0.89; with twice the warps 0.76 and 0.90
+        return Plan(True, 1, BLOCK_N, TAIL, 1, warps(min(BLOCK_N // 1024, 16), max_warps), 0)
+    return Plan(False, 1, 8192, 0, 1, warps(16, max_warps), 0)
+
+
+def _plan_backward(N, shared, itemsize, device):
+    """itemsize: bytes of an element of all operands that are read together. Shares of a copy: as above."""
+    BLOCK_N, TAIL = _columns(N) if shared else (next_power_of_2(N), 0)
+    if BLOCK_N > 8192:
+        return Plan(False, 1, 4096, 0, 1, warps(8, device.max_warps), 2)
+    if BLOCK_N <= 1024:  # 0.86
+        plan = Plan(True, max(1, 1024 // max(BLOCK_N, 128)), BLOCK_N, TAIL, 3, 1, 8)
+    else:  # 0.87; 2 programs of 4 warps 0.82, and of 8 warps 0.77
+        plan = Plan(
+            True, 1, BLOCK_N, TAIL, 3, warps(min(BLOCK_N // 512, 16), device.max_warps), 3 if BLOCK_N <= 2048 else 2
+        )
+    # All stages but one wait in shared memory, beside a tile that changes its layout where dtypes differ.
+    fits = ((plan.STAGES - 1) * itemsize + 4) * plan.BLOCK_M * (BLOCK_N + TAIL) <= device.shared_memory
+    return plan if fits else plan._replace(STAGES=1)
+
+
+def _tile(plan, layout):
+    """What the kernels take that hold their rows."""
+    if not plan.HELD:
+        return {}
+    whole = layout.N == plan.BLOCK_N + plan.TAIL and layout.M % plan.BLOCK_M == 0
+    return {"WHOLE": whole, "BLOCK_M": plan.BLOCK_M, "TAIL": plan.TAIL}
 
 
 def _layout(**operands):
@@ -101,14 +145,15 @@ def modulated_norm_fwd(
         gate, scale, shift = _expanded(x, gate, scale, shift)
         layout, found = _layout(x=x, residual=residual, gate=gate, scale=scale, shift=shift)
         tensors, strides = zip(*found.values())
-        plan = _plan(layout.N, facts(x.device).max_warps)
+        plan = _plan(layout.N, residual is not None, facts(x.device).max_warps)
+        options = {"LAYER": layer, "SHARED": all(s[2] == 0 for s in strides[2:]), "COMPUTE": triton_dtype(compute)}
         launch(
-            _modulated_norm_fwd_kernel,
+            _modulated_norm_fwd_kernel if plan.HELD else _modulated_norm_fwd_kernel_wide,
             (layout.blocks(plan.BLOCK_M),),
             x.device,
             (*tensors, _norms.packed(weight), y, total, stats, layout.B, layout.M, layout.N, *strides,
              scalar(eps, compute)),
-            LAYER=layer, SHARED=all(s[2] == 0 for s in strides[2:]), COMPUTE=triton_dtype(compute), **plan._asdict(),
+            **options, **_tile(plan, layout), BLOCK_N=plan.BLOCK_N, num_warps=plan.num_warps,
         )  # fmt: skip
     else:
         stats.fill_(torch.nan)
@@ -152,10 +197,11 @@ def modulated_norm_bwd(
     del found["shift"]  # read for its layout alone
     tensors, strides = zip(*found.values())
     device = facts(h.device)
-    plan = _plan_backward(N, sum(t.element_size() for t in tensors if t is not None), device)
+    plan = _plan_backward(N, shared, sum(t.element_size() for t in tensors if t is not None), device)
     outer = layout.A * layout.B
-    parts = min(cdiv(layout.M, plan.BLOCK_M), cdiv(plan.programs * device.multiprocessors, outer))
-    sums = torch.empty if plan.ONE_PASS else torch.zeros
+    # A program more than run at once would be as long again as all that do.
+    parts = min(cdiv(layout.M, plan.BLOCK_M), max(1, plan.programs * device.multiprocessors // outer))
+    sums = torch.empty if plan.HELD else torch.zeros
 
     def buffer(t, needed):
         if not needed:
@@ -168,21 +214,23 @@ def modulated_norm_bwd(
     dscale = buffer(scale, need_dscale or (shared and need_dw))
     dw = sums((outer * parts, N), dtype=compute, device=h.device) if need_dw and not shared else None
     launch(
-        _modulated_norm_bwd_kernel,
+        _modulated_norm_bwd_kernel if plan.HELD else _modulated_norm_bwd_kernel_wide,
         (outer * parts,),
         h.device,
         (*tensors, _norms.packed(weight), stats, dh, dx, dscale, dshift, dgate, dw,
          layout.B, layout.M, layout.N, parts, *strides),
-        LAYER=layer, SHARED=shared, COMPUTE=triton_dtype(compute), BLOCK_M=plan.BLOCK_M, BLOCK_N=plan.BLOCK_N,
-        ONE_PASS=plan.ONE_PASS, STAGES=plan.STAGES, num_warps=plan.num_warps,
+        LAYER=layer, SHARED=shared, COMPUTE=triton_dtype(compute), **_tile(plan, layout),
+        BLOCK_N=plan.BLOCK_N, STAGES=plan.STAGES, num_warps=plan.num_warps,
     )  # fmt: skip
 
     if shared:  # (outer * parts, N) -> x's leading dimensions, then 1s, then N
+        final = [
+            (t, compute if t is None or weight is not None or like.shape[:lead] != shape[:lead] else like.dtype)
+            for t, like in ((dgate, gate), (dscale, scale), (dshift, shift))
+        ]
+        sums = _norms.sum_parts(*((t if t is None else t.view(outer, parts, N), dtype) for t, dtype in final))
         middle = (1,) * (len(shape) - 1 - lead)
-        dgate, dscale, dshift = (
-            t if t is None else t.view(outer, parts, N).sum(1).view(*shape[:lead], *middle, N)
-            for t in (dgate, dscale, dshift)
-        )
+        dgate, dscale, dshift = (t if t is None else t.view(*shape[:lead], *middle, N) for t in sums)
         if need_dw:
             dw = dscale * (1 + scale.to(compute))
         if weight is not None and need_dscale:

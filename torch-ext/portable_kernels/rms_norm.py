@@ -15,11 +15,21 @@ from torch import Tensor
 from . import _checks, _fp8, _norms, _quantize, _rms_norm_quantize
 from ._device import facts, launch
 from ._dispatch import differentiable, use_kernel
-from ._norms import load_bias, load_pair, load_scale, load_sum, store_dx, store_parts
+from ._norms import (
+    fold,
+    load_bias,
+    load_pair,
+    load_rows,
+    load_scale,
+    load_sum,
+    store_dx,
+    store_parts,
+    store_rows,
+)  # fmt: skip
 from ._online import grouped, neighbours
 from ._ops import add_op_namespace_prefix
 from ._replay import replayed
-from ._rows import Plan, at, compute_dtype, plan_forward, row_index, rows, sum_leading, warps
+from ._rows import Plan, at, compute_dtype, first_row, inside, plan_forward, row_index, rows, sum_leading, warps
 from ._triton import next_power_of_2, round_to, scalar, tl, triton, triton_dtype
 from .scaled_matmul import quantize_fp8_reference
 
@@ -188,34 +198,38 @@ def _rms_norm_fwd_kernel(
 def _rms_norm_bwd_kernel(
     dy_ptr, x_ptr, w_ptr, rstd_ptr, ds_ptr, dx_ptr, dw_ptr, db_ptr, B, M, N, n_tiles,
     dy_strides, x_strides, ds_strides, offset,
-    COMPUTE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
+    WHOLE: tl.constexpr, KEEP: tl.constexpr, COMPUTE: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Each program walks row tiles and keeps its share of the weight and bias gradients in registers."""
     pid = tl.program_id(0)
-    offs_n = tl.arange(0, BLOCK_N)
-    scale = load_scale(w_ptr, offset, offs_n, offs_n < N, COMPUTE)
-    dw = tl.zeros((BLOCK_N,), COMPUTE)
-    db = tl.zeros((BLOCK_N,), COMPUTE)
+    offs_m, offs_n = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N)
+    scale = load_scale(w_ptr, offset, offs_n, offs_n < N, COMPUTE, BLOCK_M if KEEP > 1 else 1)
+    dw = tl.zeros((KEEP, BLOCK_N), COMPUTE)
+    db = tl.zeros((KEEP, BLOCK_N), COMPUTE)
     TWICE: tl.constexpr = BLOCK_N > 8192  # read again, from L1: registers would not hold the row too
+    first: tl.constexpr = "evict_last" if TWICE else ""
     for tile in tl.range(pid, n_tiles, tl.num_programs(0), num_stages=STAGES):
-        a, b, offs_m = row_index(tile, B, M, BLOCK_M)
-        mask_m = offs_m < M
-        out_m = (a * B + b) * M + offs_m
-        rstd = tl.load(rstd_ptr + out_m, mask=mask_m, other=0.0)
-        mask = mask_m[:, None] & (offs_n < N)[None, :]
-        first: tl.constexpr = "evict_last" if TWICE else ""
-        dy, x = load_pair(dy_ptr, dy_strides, x_ptr, x_strides, a, b, offs_m, offs_n, mask, COMPUTE, first)
-        projection = tl.sum(dy * scale * (x * rstd[:, None]), axis=1) / N
+        a, b, m = first_row(tile, B, M, BLOCK_M)
+        row = (a * B + b) * M + m
+        mask = inside(offs_m, offs_n, M - m, N, WHOLE)
+        rstd = tl.load(rstd_ptr + row + offs_m, mask=offs_m < M - m, other=0.0)[:, None]
+        dy = load_rows(dy_ptr, dy_strides, a, b, m, offs_m, offs_n, mask, COMPUTE, first)
+        x = load_rows(x_ptr, x_strides, a, b, m, offs_m, offs_n, mask, COMPUTE, first)
+        projection = tl.sum(dy * scale * (x * rstd), axis=1)[:, None] / N
         if TWICE:
-            dy, x = load_pair(dy_ptr, dy_strides, x_ptr, x_strides, a, b, offs_m, offs_n, mask, COMPUTE, "evict_first")
-        xhat = x * rstd[:, None]
-        dx = (dy * scale - xhat * projection[:, None]) * rstd[:, None]
-        store_dx(dx, ds_ptr, ds_strides, dx_ptr, a, b, offs_m, out_m, N, offs_n, mask, COMPUTE)
+            dy = load_rows(dy_ptr, dy_strides, a, b, m, offs_m, offs_n, mask, COMPUTE, "evict_first")
+            x = load_rows(x_ptr, x_strides, a, b, m, offs_m, offs_n, mask, COMPUTE, "evict_first")
+        xhat = x * rstd
+        dx = (dy * scale - xhat * projection) * rstd
+        if ds_ptr is not None:
+            dx += load_rows(ds_ptr, ds_strides, a, b, m, offs_m, offs_n, mask, COMPUTE)
+        store_rows(dx_ptr, dx, row, offs_m, offs_n, N, mask)
         if dw_ptr is not None:
-            dw += tl.sum(dy * xhat, axis=0)
+            dw += fold(dy * xhat, KEEP)
         if db_ptr is not None:
-            db += tl.sum(dy, axis=0)
-    store_parts(dw_ptr, db_ptr, dw, db, pid, N, offs_n)
+            db += fold(dy, KEEP)
+    store_parts(dw_ptr, db_ptr, tl.sum(dw, axis=0), tl.sum(db, axis=0), pid, N, offs_n)
 
 
 @triton.jit(do_not_specialize=["M"])
