@@ -293,7 +293,7 @@ class Op:
 def forget_tuning():
     """Peers that Triton tunes choose again, now that nothing else runs. torch.compile goes by its shortest trials."""
     for tuner in gc.get_objects():
-        if issubclass(type(tuner), triton.runtime.Autotuner):
+        if issubclass(type(tuner), triton.runtime.Autotuner) and isinstance(tuner.cache, dict):
             tuner.cache.clear()
 
 

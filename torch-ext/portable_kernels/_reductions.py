@@ -120,22 +120,20 @@ def plan_tiles(layout, multiprocessors, max_warps):
 
 @functools.lru_cache(4096)
 def plan_reduction(layout, itemsize, multiprocessors, max_warps, combine):
-    """As `plan_tiles`. Shares of a copy, of which a read takes part, of these tiles in trials that did nothing else:
-    H200 bf16."""
-    if _across(
-        layout
-    ):  # of columns, sum and amax: 0.84 at 32768 x 4096, without stages 0.73 to 0.81; 0.85 at 8388608 x 16
+    """As `plan_tiles`. Shares of a copy, of which a read takes part; a copy of as many bytes has 0.95: H200 bf16."""
+    if _across(layout):  # sum and amax 0.84 at 32768 x 4096 and 0.85 at 8388608 x 16; without stages 0.73 to 0.81
         stages = {1: 3, 2: 3, 4: 2}.get(itemsize, 1)
         return _tiles(layout, multiprocessors, 64, 4096, warps(4, max_warps), stages, 4)
-    if layout.N > 2**17 and combine == "sum":  # 0.85 at 16 x 8388608
+    if layout.N > 2**17 and combine == "sum":  # 0.80 at 16 x 8388608
         return _tiles(layout, multiprocessors, 1, 16384, warps(8, max_warps))
-    if layout.N > 8192:  # at 128256 amax 0.98, argmax 0.97, logsumexp 0.95
+    if layout.N > 8192:  # at 128256 amax 0.98, argmax 0.95, sum 0.97, var 0.89, logsumexp 0.93
         return _tiles(layout, multiprocessors, 1, 4096 if combine == "logsumexp" else 8192, warps(8, max_warps))
-    if layout.N > 1024:  # at 4096 sum, amax and argmax 0.90, var 0.89, logsumexp 0.88
+    if layout.N > 1024 and combine not in ("moments", "logsumexp"):  # at 4096 sum 0.89, amax 0.90, argmax 0.87
         return _tiles(layout, multiprocessors, 1, 2048, warps(4, max_warps))
     if combine == "sum":
         return _tiles(layout, multiprocessors, 2048, 4096, warps(4, max_warps))
-    return _tiles(layout, multiprocessors, 1024, 1024, 1)  # a warp has rows of its own
+    # A warp has rows of its own: var 0.83, logsumexp 0.86 at 4096; 4 warps a row 0.65 and 0.76.
+    return _tiles(layout, multiprocessors, 1024, 1024, 1)
 
 
 def _across(layout):
