@@ -85,6 +85,14 @@ def test_other_numbers_do_not(launch):
     assert len(kernel.compiled) == 1 and kernel.ran[-1][10:12] == (-7, 1e-5)
 
 
+def test_what_is_left_out_is_told_apart(launch):
+    """None is compiled in, where a number is an argument."""
+    kernel, x = Kernel(), torch.zeros(64)
+    for N, eps in ((None, 0.5), (0.5, None)):
+        launch(kernel, x, N=N, eps=eps)
+    assert len(kernel.compiled) == 2
+
+
 def test_integers_that_triton_tells_apart_are(internals):
     triton = pytest.importorskip("triton")
     specialised = triton.runtime.jit.native_specialize_impl

@@ -40,6 +40,15 @@ def test_matches_reference(kernel, family, device, dtype, present):
     check(kernel.layer_norm, family.layer_norm_reference, x, w, b, eps=1.0)
 
 
+def test_wide_gradient_of_zeros(kernel, family, device):
+    """Rows, and parts of them, that no gradient flows into: as of padding."""
+    x, dy, w = (tensor(s, torch.float32, device) for s in ((4, 40000), (4, 40000), (40000,)))
+    dy[0] = 0.0
+    dy[1, :20000] = 0.0
+    dy[2, 20000:] = -0.0
+    check(kernel.layer_norm, family.layer_norm_reference, x, w, grads=[dy])
+
+
 @pytest.mark.parametrize("N", [1, 3, 5, 17, 127, 128, 129, 1000, 4096, 16385, 65537, 262144])
 def test_widths(kernel, family, device, on_kernels, N):
     x, *params = shifted((3, N), device=device), *(tensor((N,), device=device) for _ in "wb")

@@ -78,6 +78,15 @@ def test_matches_reference(kernel, family, device, dtype, options):
     check(norm(kernel.rms_norm), norm(family.rms_norm_reference), tensors[0], **options)
 
 
+def test_wide_gradient_of_zeros(kernel, family, device):
+    """Rows, and parts of them, that no gradient flows into: as of padding."""
+    x, dy, w = (tensor(s, torch.float32, device) for s in ((4, 40000), (4, 40000), (40000,)))
+    dy[0] = 0.0
+    dy[1, :20000] = 0.0
+    dy[2, 20000:] = -0.0
+    check(norm(kernel.rms_norm), norm(family.rms_norm_reference), x, w, grads=[dy])
+
+
 @pytest.mark.parametrize("N", [1, 3, 127, 128, 129, 1000, 4096, 16385, 65537, 262144])
 def test_widths(kernel, family, device, N):
     x, w, b = (tensor(s, torch.float32, device) for s in ((3, N), (N,), (N,)))

@@ -128,7 +128,7 @@ def key_of(kernel, device, args, options):
     kind = _kinds.get(types)
     if kind is None:
         kind = _kinds[types] = _kind_of(kernel, args)
-    return (id(kernel), device.index, kind(*args), *options, *options.values())
+    return (types, device.index, kind(*args), *options, *options.values())
 
 
 def remember(key, kernel, compiled, args, options):

@@ -7,17 +7,9 @@ A program that holds its rows has BLOCK_N columns of them, and TAIL more where T
 no lane works for columns that are not there.
 """
 
-from ._norms import add_to, load_scale, two_sums
+from ._norms import add_to, load_rows, load_scale, two_sums
 from ._rows import first_row, inside
 from ._triton import round_to, tl, triton
-
-
-@triton.jit
-def _load(ptr, strides, a, b, m, offs_m, offs_n, mask, COMPUTE: tl.constexpr):
-    """The rows m + offs_m. m is a number: a loop then adds a number to pointers that stay."""
-    row = ptr + a * strides[0] + b * strides[1] + m * strides[2]
-    rows = (tl.cast(offs_m, tl.int64) * strides[2])[:, None] + (tl.cast(offs_n, tl.int64) * strides[3])[None, :]
-    return tl.load(row + rows, mask=mask, other=0.0).to(COMPUTE)
 
 
 @triton.jit
@@ -27,9 +19,9 @@ def _load_shared(
     """scale, shift or gate: one row where all rows of the tile share it."""
     if SHARED:
         first = tl.arange(0, 1)
-        return _load(ptr, strides, a, b, 0, first, offs_n, inside(first, offs_n, 1, N, WHOLE), COMPUTE)
+        return load_rows(ptr, strides, a, b, 0, first, offs_n, inside(first, offs_n, 1, N, WHOLE), COMPUTE)
     else:
-        return _load(ptr, strides, a, b, m, offs_m, offs_n, mask, COMPUTE)
+        return load_rows(ptr, strides, a, b, m, offs_m, offs_n, mask, COMPUTE)
 
 
 @triton.jit
@@ -50,11 +42,11 @@ def _load_total(
     SHARED: tl.constexpr, WHOLE: tl.constexpr, COMPUTE: tl.constexpr,
 ):  # fmt: skip
     """The rows to normalise: x, or residual + gate * x as rounded in the sum that is returned."""
-    x = _load(x_ptr, x_strides, a, b, m, offs_m, offs_n, mask, COMPUTE)
+    x = load_rows(x_ptr, x_strides, a, b, m, offs_m, offs_n, mask, COMPUTE)
     if r_ptr is not None:
         if gate_ptr is not None:
             x *= _load_shared(gate_ptr, gate_strides, a, b, m, offs_m, offs_n, N, mask, SHARED, WHOLE, COMPUTE)
-        x += _load(r_ptr, r_strides, a, b, m, offs_m, offs_n, mask, COMPUTE)
+        x += load_rows(r_ptr, r_strides, a, b, m, offs_m, offs_n, mask, COMPUTE)
         x = round_to(x, s_ptr.dtype.element_ty).to(COMPUTE)
     return x
 
@@ -206,8 +198,8 @@ def _load_gradient(
     LAYER: tl.constexpr, COMPUTE: tl.constexpr,
 ):  # fmt: skip
     """dy, the normalised rows, and the gradient of those."""
-    dy = _load(dy_ptr, dy_strides, a, b, m, offs_m, offs_n, mask, COMPUTE)
-    h = _load(h_ptr, h_strides, a, b, m, offs_m, offs_n, mask, COMPUTE)
+    dy = load_rows(dy_ptr, dy_strides, a, b, m, offs_m, offs_n, mask, COMPUTE)
+    h = load_rows(h_ptr, h_strides, a, b, m, offs_m, offs_n, mask, COMPUTE)
     xhat = _normed(h, mean, rest, rstd, LAYER)
     if LAYER:
         xhat = tl.where(mask, xhat, 0.0)
@@ -225,13 +217,13 @@ def _store_dx(
     if LAYER:
         dh -= (average * rstd)[:, None]
     if ds_ptr is not None:
-        dh += _load(ds_ptr, ds_strides, a, b, m, offs_m, offs_n, mask, COMPUTE)
+        dh += load_rows(ds_ptr, ds_strides, a, b, m, offs_m, offs_n, mask, COMPUTE)
     cells = out + offs_m[:, None] * N + offs_n[None, :]
     tl.store(dh_ptr + cells, round_to(dh, dh_ptr.dtype.element_ty), mask=mask)
     if gate_ptr is not None:
         gate = _load_shared(gate_ptr, gate_strides, a, b, m, offs_m, offs_n, N, mask, SHARED, WHOLE, COMPUTE)
         tl.store(dx_ptr + cells, round_to(dh * gate, dx_ptr.dtype.element_ty), mask=mask)
-        return dh * _load(x_ptr, x_strides, a, b, m, offs_m, offs_n, mask, COMPUTE)
+        return dh * load_rows(x_ptr, x_strides, a, b, m, offs_m, offs_n, mask, COMPUTE)
     else:
         return dh
 
@@ -300,7 +292,7 @@ def _modulated_norm_bwd_kernel(
         mask = inside(offs_m, offs_n, M - m, N, WHOLE)
         if not SHARED:
             w = load_scale(w_ptr, 0.0, offs_n, offs_n < N, COMPUTE)
-            scale = 1.0 + _load(scale_ptr, scale_strides, a, b, m, offs_m, offs_n, mask, COMPUTE)
+            scale = 1.0 + load_rows(scale_ptr, scale_strides, a, b, m, offs_m, offs_n, mask, COMPUTE)
             factor = scale * w
         dy, xhat, g = _load_gradient(
             dy_ptr, h_ptr, dy_strides, h_strides, factor, mean, rest, rstd, a, b, m, offs_m, offs_n, mask,

@@ -101,10 +101,11 @@ def _norm_bwd_kernel_sm90(
         if w_ptr is not None:
             g *= _scale(w, offset)
         product = tl.sum(tl.sum(g * xhat, axis=1), axis=0)
-        product = tl.where(product == 0.0, -0.0, product)  # of which one bit is set
         total = tl.sum(tl.sum(g, axis=1), axis=0) if LAYER else product
         words = words_ptr + tl.cast(row, tl.int64) * slices
-        tl.atomic_xchg(words + own, (_bits(product) << 32) | (_bits(total) & 0xFFFFFFFF), sem="relaxed")
+        told = (_bits(product) << 32) | (_bits(total) & 0xFFFFFFFF)
+        told = tl.where(told == 0, -(2**63), told)  # a product of -0.0, which as a number Triton would make 0.0
+        tl.atomic_xchg(words + own, told, sem="relaxed")
         x, dy = _hold(x), _hold(dy)
         xhat, rstd = _xhat(x, stats_ptr, out_m, mask, LAYER)
         g = dy.to(tl.float32)

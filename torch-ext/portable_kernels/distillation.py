@@ -362,9 +362,9 @@ def _total_setup_context(ctx, inputs, output):
 
 
 def _backward(ctx, dloss, *_):
-    stats, needs = ctx.saved_tensors[3], ctx.needs_input_grad
-    dloss = dloss.expand(stats.shape[:-1])
-    dx, dt = _distillation_bwd(dloss, *ctx.saved_tensors, *ctx.params, needs[0], needs[1])
+    saved, needs = ctx.saved_tensors, ctx.needs_input_grad  # once: activation checkpointing unpacks no tensor twice
+    dloss = dloss.expand(saved[3].shape[:-1])
+    dx, dt = _distillation_bwd(dloss, *saved, *ctx.params, needs[0], needs[1])
     return dx if needs[0] else None, dt if needs[1] else None, *(None,) * (len(needs) - 2)
 
 
