@@ -129,7 +129,7 @@ def load_pair(
 @triton.jit
 def load_rows(ptr, strides, a, b, m, offs_m, offs_n, mask, COMPUTE: tl.constexpr, EVICT: tl.constexpr = _ANY):
     """The rows m + offs_m. m is a number: a loop then adds a number to pointers that stay as they are."""
-    row = ptr + a * strides[0] + b * strides[1] + m * strides[2]
+    row = ptr + a * strides[0] + b * strides[1] + tl.cast(m, tl.int64) * strides[2]
     tile = (tl.cast(offs_m, tl.int64) * strides[2])[:, None] + (tl.cast(offs_n, tl.int64) * strides[3])[None, :]
     return tl.load(row + tile, mask=mask, other=0.0, eviction_policy=EVICT).to(COMPUTE)
 
