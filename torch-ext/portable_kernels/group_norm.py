@@ -76,8 +76,8 @@ class GroupPlan(NamedTuple):
 
 
 def _plan(batch, C, S, groups, channels_last, device):
-    """Of a copy, forward / backward, H200 bf16: a group a program 0.52 / 0.42 at (8, 320, 128, 128) and 32
-    groups, where shares have 0.53 / 0.36; shares 0.60 / 0.43 at (2, 256, 512, 512). Channels-last: untuned.
+    """Of a copy, forward / backward, H200 bf16: a group a program 0.54 / 0.47 at (8, 320, 128, 128) and 32
+    groups, where shares have 0.53 / 0.36; shares 0.61 / 0.48 at (2, 256, 512, 512). Channels-last: untuned.
     """
     width = C // groups
     size = width * S

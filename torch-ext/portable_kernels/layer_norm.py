@@ -76,15 +76,15 @@ def _centred_reference(x, ndim, eps, compute):
 def _plan(N, max_warps):
     """As `plan_forward`, for a kernel with two dependent sums. Shares of a copy: H200 bf16, weight and bias."""
     BLOCK_N = next_power_of_2(N)
-    if BLOCK_N <= 1024:  # a warp has rows of its own: 0.94 at 256 and 0.96 at 1024; 4 warps a tile 0.81 and 0.76
+    if BLOCK_N <= 1024:  # a warp has rows of its own: 0.94 at 128 and 0.96 at 1024; 4 warps a tile 0.81 and 0.76
         return Plan(1024 // max(BLOCK_N, 32), BLOCK_N, True, 1)
-    if BLOCK_N <= 2048:  # 0.95
+    if BLOCK_N <= 2048:  # 0.97
         return Plan(2, BLOCK_N, True, warps(4, max_warps))
-    if BLOCK_N <= 8192:  # 0.94 at 4096, 0.92 at 8192
+    if BLOCK_N <= 8192:  # 0.97 at 4096; at 8192 0.84 without masks, see _forward
         return plan_forward(N, max_warps)
-    if BLOCK_N <= 16384:  # 0.82
+    if BLOCK_N <= 16384:  # 0.77, likewise
         return Plan(1, BLOCK_N, True, warps(8, max_warps))
-    # 0.76 at 32768, 0.70 at 65536, 0.63 at 131072, 0.62 at 262144
+    # 0.74 at 32768, 0.69 at 65536, 0.63 at 131072, 0.62 at 262144
     return Plan(1, 8192 if BLOCK_N <= 32768 else 16384, False, warps(16, max_warps))
 
 
@@ -287,7 +287,8 @@ def _forward(x, residual, weight, bias, eps, total_dtype):
             (x, r[0] if r else None, _norms.packed(weight), _norms.packed(bias), y, total, stats,
              layout.B, layout.M, layout.N, layout.strides[0], layout.strides[-1], scalar(eps, compute)),
             GROUP=neighbours(layout.strides[0][3], x.element_size()), COMPUTE=triton_dtype(compute), **plan._asdict(),
-            WHOLE=layout.N == plan.BLOCK_N and layout.M % plan.BLOCK_M == 0, KEEP=_norms.side_by_side(plan),
+            # Without masks a thread takes 80 registers at 8192, not 64, and 3 programs fit, not 4.
+            WHOLE=layout.N == plan.BLOCK_N <= 4096 and layout.M % plan.BLOCK_M == 0, KEEP=_norms.side_by_side(plan),
         )  # fmt: skip
     else:
         stats.fill_(torch.nan)
