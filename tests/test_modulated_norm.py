@@ -1,6 +1,6 @@
 import pytest
 import torch
-from _inputs import LAYOUTS, tensor
+from _inputs import LAYOUTS, tensor, vast
 from _numerics import DTYPES, assert_close, check, evaluate
 
 NAMES = ("modulated_layer_norm", "modulated_rms_norm")
@@ -88,6 +88,21 @@ def test_residual(pair, device, dtype, gate_shape):
     tensors = x, residual, gate, scale, shift, w
     y, total = check(with_residual(function), rounded_sum(reference, dtype), *tensors)
     assert torch.equal(y, function(total, scale, shift, w))
+
+
+def test_far_samples(pair, device, tmp_path):
+    """Samples that lie 2^25 elements apart, and their modulations: those from the 64th on begin past 2^31."""
+    room = 2**25
+    space = vast(66 * room, device, tmp_path)
+    far = [
+        torch.as_strided(space, (66, 2, 16), (room, 16, 1), 0), torch.as_strided(space, (66, 16), (room, 1), 32),
+    ]  # fmt: skip
+    near = [tensor(t.shape, torch.bfloat16, device) for t in far]
+    for t, n in zip(far, near):
+        t.copy_(n)
+    results = [evaluate(pair[0], t, {}, [near[0]]) for t in (far, near)]
+    for a, b in zip((*results[0][0], *results[0][1]), (*results[1][0], *results[1][1])):
+        assert_close(a, b.double(), dim=None)  # rows may be tiled otherwise
 
 
 @pytest.mark.parametrize("N", [1, 3, 127, 128, 129, 1000, 65537])

@@ -169,6 +169,11 @@ EQUIVALENT = {  # (file, fault, text of the line): why no test can see it broken
         "y += tl.load(bias_ptr + offs_m * bias_stride, mask=offs_m < M, other=0.0).to(acc.dtype)[:, None]",
     ): "the bias of a row that is not stored",
     (
+        "_norms",
+        "offset",
+        "row = ptr + a * strides[0] + b * strides[1] + tl.cast(m, tl.int64) * strides[2]",
+    ): "m is of 64 bits, or a literal 0",
+    (
         "_modulated_norm",
         "offset",
         "part = tl.cast(pid, tl.int64) * N",
