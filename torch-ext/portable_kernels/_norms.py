@@ -305,7 +305,9 @@ def sum_parts(*pairs):
     N, device = there[0][0].shape[-1], there[0][0].device
     sums = [torch.empty((*shape, N), dtype=dtype, device=device) for _, dtype in there]
     nothing = [None] * (3 - len(there))
-    BLOCK_N = min(next_power_of_2(N), 8 if N <= 1024 else 32)
+    # A line of memory; of wide rows more, so that there are no more than eight programs a multiprocessor.
+    width = max(8 if N <= 1024 else 32, N // (8 * facts(device).multiprocessors))
+    BLOCK_N = min(next_power_of_2(N), next_power_of_2(width), 1024)
     BLOCK_P = min(next_power_of_2(count), 4096 // BLOCK_N)
     launch(
         _sum_parts_kernel, (cdiv(N, BLOCK_N), shape.numel(), len(there)), device,
