@@ -11,7 +11,7 @@ import torch
 
 from . import _checks
 from ._device import facts, launch
-from ._rows import at, compute_dtype, rows, warps
+from ._rows import at, compute_dtype, rows, warps, wide
 from ._triton import INTERPRET, cdiv, next_power_of_2, round_to, scalar, tl, triton, triton_dtype
 
 _ANY = tl.constexpr("")  # no policy of what the cache gives up first
@@ -216,11 +216,15 @@ def backward(
         ds = extra[0] if extra else None
         device = facts(x.device)
         itemsize = dy.element_size() + x.element_size() + (ds.element_size() if ds is not None else 0)
-        if _norms_sm90().takes(layer, layout.N, saved.dtype, device):
-            dw, db = _norms_sm90().backward(
-                layer, dy, x, ds, weight, saved, layout, dx, need_dw, need_db, device, *scalars
-            )
-            return dx, *_summed(dw, db, weight, bias, need_dw, need_db, x)
+        if (module := wide(layout.N, saved.dtype, x.device)) is not None:
+            dys, xs, *dss = zip((dy, x, *extra), layout.strides)
+            parts = module.run(
+                "layer_norm" if layer else "rms_norm", xs, dys, dx, layout, backward=True, weight=packed(weight),
+                stats=saved, ds=dss[0] if dss else None, offset=scalars[0] if scalars else 0.0,
+                need_dw=need_dw, need_db=need_db,
+            )  # fmt: skip
+            if parts is not None:
+                return dx, *_summed(*parts, weight, bias, need_dw, need_db, x)
         plan = plan_backward(layout.N, itemsize, device)
         options = {"COMPUTE": triton_dtype(saved.dtype)}
         sizes = layout.B, layout.M, layout.N
@@ -252,12 +256,6 @@ def backward(
             **options, BLOCK_M=plan.BLOCK_M, BLOCK_N=plan.BLOCK_N, STAGES=plan.STAGES, num_warps=plan.num_warps,
         )  # fmt: skip
     return dx, *_summed(dw, db, weight, bias, need_dw, need_db, x)
-
-
-def _norms_sm90():
-    from . import _norms_sm90  # which imports this file
-
-    return _norms_sm90
 
 
 def plan_columns(itemsize, device):

@@ -9,7 +9,8 @@ from typing import NamedTuple
 
 import torch
 
-from ._triton import cdiv, next_power_of_2, tl, triton
+from ._device import facts
+from ._triton import GLUON, cdiv, next_power_of_2, tl, triton
 
 
 class Rows(NamedTuple):
@@ -112,6 +113,15 @@ def plan_any_dim(layout, itemsize, max_warps, plan=plan_forward):
     if not one_pass:
         BLOCK_N = 4096 // BLOCK_M
     return Plan(BLOCK_M, BLOCK_N, one_pass, min(max(BLOCK_M * BLOCK_N // 512, 1), 16, max_warps))
+
+
+def wide(N, compute, device):
+    """The module whose kernel splits rows of this width over programs that talk to each other, or None."""
+    if N <= 8192 or not GLUON or compute != torch.float32 or facts(device).arch != "sm90":
+        return None
+    from . import _wide_sm90  # and with it Gluon
+
+    return _wide_sm90
 
 
 @triton.jit

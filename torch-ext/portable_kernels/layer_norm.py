@@ -33,7 +33,7 @@ from ._norms import (
 from ._online import neighbours
 from ._ops import add_op_namespace_prefix
 from ._replay import replayed
-from ._rows import Plan, compute_dtype, first_row, inside, plan_forward, row_index, rows, sum_leading, warps
+from ._rows import Plan, compute_dtype, first_row, inside, plan_forward, row_index, rows, sum_leading, warps, wide
 from ._triton import next_power_of_2, round_to, scalar, tl, triton, triton_dtype
 
 SECOND_ORDER = "reference"
@@ -279,6 +279,14 @@ def _forward(x, residual, weight, bias, eps, total_dtype):
     if x.numel():
         operands = (x,) if residual is None else (x, residual)
         layout, (x, *r) = rows(*(t.flatten(-n) for t in operands))
+        if (module := wide(layout.N, compute, x.device)) is not None:
+            xs = (x, layout.strides[0])
+            rs = (r[0], layout.strides[1]) if r else None
+            if module.run(
+                "layer_norm", xs, rs, y, layout, weight=_norms.packed(weight), bias=_norms.packed(bias), stats=stats,
+                total=total, eps=eps,
+            ) is not None:  # fmt: skip
+                return y, total, stats
         plan = _plan(layout.N, facts(x.device).max_warps)
         launch(
             _layer_norm_fwd_kernel,
@@ -462,7 +470,7 @@ def add_layer_norm(
         (y, s), contiguous. y has x's dtype; neither shares memory with an input.
     Raises:
         TypeError, ValueError: as `layer_norm`; residual is not of x's shape.
-    Numerics: y comes from the rounded s, so that it equals the two separate calls. Autograd: as `layer_norm`, with
+    Numerics: y comes from the rounded s, as in two separate calls. Autograd: as `layer_norm`, with
         gradients flowing in through both results.
     Source: as `layer_norm`, behind a residual connection.
     """

@@ -29,7 +29,7 @@ from ._norms import (
 from ._online import grouped, neighbours
 from ._ops import add_op_namespace_prefix
 from ._replay import replayed
-from ._rows import Plan, at, compute_dtype, first_row, inside, plan_forward, row_index, rows, sum_leading, warps
+from ._rows import Plan, at, compute_dtype, first_row, inside, plan_forward, row_index, rows, sum_leading, warps, wide
 from ._triton import next_power_of_2, round_to, scalar, tl, triton, triton_dtype
 from .scaled_matmul import quantize_fp8_reference
 
@@ -288,6 +288,14 @@ def _forward(x, residual, weight, bias, eps, offset, before_weight, total_dtype)
     if x.numel():
         operands = (x,) if residual is None else (x, residual)
         layout, (x, *r) = rows(*(t.flatten(-n) for t in operands))
+        if (module := wide(layout.N, compute, x.device)) is not None:
+            xs = (x, layout.strides[0])
+            rs = (r[0], layout.strides[1]) if r else None
+            if module.run(
+                "rms_norm", xs, rs, y, layout, weight=_norms.packed(weight), bias=_norms.packed(bias), stats=rstd,
+                total=total, eps=eps, offset=offset, before_weight=before_weight,
+            ) is not None:  # fmt: skip
+                return y, total, rstd
         plan = _plan(layout.N, facts(x.device).max_warps)
         launch(
             _rms_norm_fwd_kernel,
@@ -511,7 +519,7 @@ def add_rms_norm(
         (y, s), contiguous. y has the dtype that `rms_norm` gives for x's dtype; neither shares memory with an input.
     Raises:
         TypeError, ValueError: as `rms_norm`; residual is not of x's shape.
-    Numerics: y comes from the rounded s, so that it equals the two separate calls. Autograd: as `rms_norm`, with
+    Numerics: y comes from the rounded s, as in two separate calls. Autograd: as `rms_norm`, with
         gradients flowing in through both results.
     Source: as `rms_norm`, behind a residual connection.
     """

@@ -19,7 +19,7 @@ from ._dispatch import differentiable, use_kernel
 from ._online import finish, grouped, lowest, neighbours, take
 from ._ops import add_op_namespace_prefix
 from ._replay import replayed
-from ._rows import Plan, at, compute_dtype, plan_any_dim, plan_forward, row_index, rows, warps
+from ._rows import Plan, at, compute_dtype, plan_any_dim, plan_forward, row_index, rows, warps, wide
 from ._triton import exp, next_power_of_2, round_to, tl, triton, triton_dtype
 
 SECOND_ORDER = "reference"
@@ -192,9 +192,14 @@ def _softmax_bwd_kernel(
             _store_dx(dy, y, total, dx_ptr, dx_strides, a, b, offs_m, cols, mask, LOG, "evict_first")
 
 
-def _launch(kernel, operands, dim, compute, plan_rows, **options):
+def _launch(kernel, operands, dim, compute, plan_rows, LOG, **options):
     device = operands[0].device
     layout, operands = rows(*operands, dim=dim)
+    if (module := wide(layout.N, compute, device)) is not None:
+        *g, x = zip(operands[:-1], layout.strides)
+        kind = "log_softmax" if LOG else "softmax"
+        if module.run(kind, x, g[0] if g else None, operands[-1], layout, backward=bool(g)) is not None:
+            return
     itemsize = max(t.element_size() for t in operands)
     plan = plan_any_dim(layout, itemsize, facts(device).max_warps, plan_rows)
     launch(
@@ -202,7 +207,8 @@ def _launch(kernel, operands, dim, compute, plan_rows, **options):
         (layout.blocks(plan.BLOCK_M),),
         device,
         (*operands, layout.B, layout.M, layout.N, *layout.strides),
-        GROUP=neighbours(layout.strides[0][3], itemsize), COMPUTE=triton_dtype(compute), **options, **plan._asdict(),
+        GROUP=neighbours(layout.strides[0][3], itemsize), LOG=LOG, COMPUTE=triton_dtype(compute), **options,
+        **plan._asdict(),
     )  # fmt: skip
 
 
