@@ -1,11 +1,11 @@
 import itertools
-import os
 
 import pytest
 import torch
 import torch.nn.functional as F
 from _inputs import LAYOUTS, tensor
 from _numerics import DTYPES, assert_close, check, evaluate
+from _processes import in_two
 
 NAN, INF = float("nan"), float("inf")
 LOWEST = torch.finfo(torch.float32).min
@@ -456,21 +456,10 @@ def test_total(internals, device, on_kernels, P):
 VOCAB_CASES = ({}, OPTIONS, {"ignore_index": 3, "reduction": "none"}, {"reduction": "sum", "z_loss": 0.1})
 
 
-def run_rank(rank, rendezvous):
+def run_rank(kernel, device):
     import importlib
 
-    import torch.distributed as dist
-    from kernels import get_kernel
-
-    torch.set_num_threads(1)
-    gpus = torch.cuda.device_count()
-    device = torch.device("cuda", rank % gpus) if gpus else torch.device("cpu")
-    if gpus:
-        torch.cuda.set_device(device)
-    backend = "nccl" if gpus > 1 else "gloo"
-    dist.init_process_group(backend, init_method=f"file://{rendezvous}", rank=rank, world_size=2)
-    repo_id, version = os.environ["PORTABLE_KERNELS_TESTED"].split("@")
-    family = importlib.import_module(f"{get_kernel(repo_id, version=int(version)).__name__}.cross_entropy")
+    rank, family = torch.distributed.get_rank(), importlib.import_module(f"{kernel.__name__}.cross_entropy")
     torch.manual_seed(0)
     mine = slice(10 * rank, 10 * rank + 10)
     for options in VOCAB_CASES:
@@ -494,13 +483,10 @@ def run_rank(rank, rendezvous):
     t[2], t[3] = 20, -1
     loss = family.vocab_parallel_cross_entropy(part, t, reduction="none")
     assert loss.isnan().tolist() == [False, False, True, True, False, False, False]
-    dist.destroy_process_group()
 
 
-def test_vocab_parallel(kernel, device, tmp_path):
-    if not torch.distributed.is_available():
-        pytest.skip("torch without distributed")
-    torch.multiprocessing.spawn(run_rank, args=(str(tmp_path / "rendezvous"),), nprocs=2)
+def test_vocab_parallel(kernel, tmp_path):
+    in_two(run_rank, tmp_path)
 
 
 def test_vocab_parallel_compiles(family, device, tmp_path):

@@ -13,7 +13,6 @@ import sys
 import time
 import tracemalloc
 import types
-from pathlib import Path
 
 import pytest
 import torch
@@ -617,69 +616,6 @@ def test_calls_leave_nothing_behind(call):
         assert tracemalloc.get_traced_memory()[0] - before < 10_000
     finally:
         tracemalloc.stop()
-
-
-SHARDED = ["softmax", "rms_norm", "swiglu"]  # by their ops; PROOF=1: all, some of them by their formulas
-
-
-def run_sharded(rank, rendezvous, tests, by_ops):
-    """Operands of the first one's shape are sharded on a dimension, others are on every rank."""
-    import torch.distributed as dist
-
-    sys.path.insert(0, tests)
-    from kernels import get_kernel
-
-    repo_id, version = os.environ["PORTABLE_KERNELS_TESTED"].split("@")
-    kernel = get_kernel(repo_id, version=int(version))
-    assert "torch.distributed.tensor" not in sys.modules
-    from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor, init_device_mesh
-
-    dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=2)
-    mesh = init_device_mesh("cpu", (2,))
-    for name in [n for n in NAMES if n not in RANDOM | NO_GRADIENT] if PROOF else SHARDED:
-        call, there = Call(kernel, name, torch.device("cpu")), Call(kernel, name, torch.device("cpu"))
-        shape = call.given[call.names[0]].shape
-        expected = (*call.of(*(tensors := call.inputs())), *call.gradients(tensors))
-        place = lambda t, dim: distribute_tensor(t.detach(), mesh, [Shard(dim) if t.shape == shape else Replicate()])  # noqa: B023, E731
-        there.given = {k: place(v, 0) if isinstance(v, torch.Tensor) else v for k, v in call.given.items()}
-        for dim in (0, len(shape) - 1):
-            leaves = [place(t, dim).requires_grad_() for t in tensors]
-            given = [distribute_tensor(g, mesh, [Replicate()]) for g in into(call.of(*tensors))]
-            ways = [there.of] + [torch.compile(there.of, backend="aot_eager")] * (by_ops and name == "rms_norm")
-            for way in ways:
-                try:
-                    with torch.profiler.profile() as seen:
-                        results = way(*leaves)
-                        found = (*results, *torch.autograd.grad([r for r in results if r.requires_grad], leaves, given))
-                except (NotImplementedError, RuntimeError) as error:  # refused with words
-                    assert name not in SHARDED or dim and not by_ops, f"{name}: {error}"
-                    assert not by_ops or "DTensor" in str(error), f"{name}: {error}"
-                    continue
-                for a, b in zip(found, expected, strict=True):
-                    atol = 1e-5 * float(b.detach().abs().max())  # sums of other orders, some of them of what cancels
-                    torch.testing.assert_close(a.full_tensor(), b, rtol=1e-5, atol=atol)
-                rows = not dim or name == "swiglu"  # whose numbers are all on their own
-                assert not rows or results[0].placements == (Shard(dim),), f"{name}: not sharded any more"
-                if by_ops and name in SHARDED and rows:
-                    ran = {event.key.split("::")[-1].split("_")[-1] for event in seen.key_averages()}
-                    assert {"fwd", "bwd"} <= ran, f"{name}: by its formula"
-    x, w = torch.randn(2, 4, 16), torch.randn(16)
-    if by_ops:  # rows of two dimensions, on a mesh of two; the sum of what each process has is left to the caller
-        mesh = init_device_mesh("cpu", (1, 2))
-        leaves = [distribute_tensor(t, mesh, p) for t, p in ((x, [Shard(0), Shard(1)]), (w, [Replicate()] * 2))]
-        y = kernel.rms_norm(*(t.requires_grad_() for t in leaves))
-        dx, dw = torch.autograd.grad(y, leaves, leaves[0].detach())
-        assert y.placements == dx.placements == leaves[0].placements and dw.placements == (Partial(), Partial())
-        close([y.full_tensor()], [kernel.rms_norm(x, w)])
-    dist.destroy_process_group()
-
-
-def test_sharded(device, on_kernels, tmp_path):
-    """Values of DTensors on two processes; what is sharded on its rows stays so, and goes through the kernels."""
-    if device.type != "cpu" or not torch.distributed.is_available():
-        pytest.skip("two processes of the CPU")
-    given = str(tmp_path / "rendezvous"), str(Path(__file__).parent), on_kernels
-    torch.multiprocessing.spawn(run_sharded, given, nprocs=2)
 
 
 # On a GPU

@@ -15,6 +15,7 @@ nothing can be noticed.
 import argparse
 import ast
 import contextlib
+import faulthandler
 import io
 import json
 import multiprocessing
@@ -29,6 +30,7 @@ import time
 from collections import Counter
 from multiprocessing.connection import wait
 from pathlib import Path
+from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "tools"))
@@ -58,16 +60,44 @@ FAULTS = {  # name: what to find in a line, what to put there
     "turn": (r"(=|return) -(\w)", r"\1 \2"),
     "scale of what is kept": (r" \* scale\b", ""),
 }
+FAULTS_SM90 = {  # of kernels that run on a GPU alone: nothing that could make it wait for ever
+    **{n: FAULTS[n] for n in ("offset", "eps", "maximum", "operand in 16 bits")},
+    "column": (r"(\[[^\[\]]*,[^\[\]]*,[^,\[\]]+), 0\]", r"\1, 8]"),  # of a tile that is copied
+    "step": (r"(\[pid_\w \* BLOCK_\w), k\]", r"\1, 0]"),
+    "rows": (r"\b(rows|row|i|at_m|at_n|columns) < (Sq|M|N)\b", r"\1 < \2 - 1"),
+    "last key": (r"\(Sk - 1\)", "Sk"),
+    "stride": (r" \* (\w*strides\[\d\]|stride_\w+)", ""),
+    "scale": (r"^(?!.*max\()(.*) \* (scale(_[mn])?|share|fade|\(scale_m \* scale_n\)|out_scale)\b", r"\1"),
+    "sum in 16 bits": (
+        r"^(\s+)(acc\d?|total|delta) = (?!tiles)(.* [+*] .*)$",
+        r"\1\2 = (\3).to(gl.float16).to(gl.float32)",
+    ),
+    "sign": (r"p \* \(dp - ", "p * (dp + "),
+    "base": (r" \* (LN2|LOG2E)\b", ""),
+}
 TESTS = {  # files whose tests are not named after them
-    "_norms": "rms_norm", "_rows": "softmax", "_losses": "cross_entropy", "_pointwise": "activations",
+    "_norms": "rms_norm layer_norm modulated_norm", "_rows": "softmax rms_norm epilogues",
+    "_losses": "cross_entropy distillation", "_pointwise": "activations gated",
     "_activation_math": "activations", "_philox": "dropout", "_quantize": "scaled_matmul", "_fp8": "scaled_matmul",
     "_attention": "attention", "_attention_fwd": "attention", "_attention_bwd": "attention",
     "_attention_chunks": "attention", "_attention_decode": "kv_cache_attention", "_matmul_kernels": "matmul",
-    "_tiles": "matmul", "_rms_norm_quantize": "rms_norm", "_rotary_layout": "rotary", "_moments": "layer_norm",
-    "_online": "softmax", "_triton": "rms_norm",
+    "_tiles": "matmul", "_rms_norm_quantize": "rms_norm", "_rotary_layout": "rotary",
+    "_moments": "layer_norm reductions", "_online": "softmax cross_entropy", "_triton": "rms_norm",
+    "_attention_fwd_sm90": "attention_plans",
+    "_attention_bwd_sm90": "attention_plans", "_scaled_matmul_sm90": "scaled_matmul", "_norms_sm90": "rms_norm",
 }  # fmt: skip
 ALSO = {"offset": "tests/test_every_op.py::test_strides_past_32_bits"}  # by fault: more tests, first
 EQUIVALENT = {  # (file, fault, text of the line): why no test can see it broken, here
+    (
+        "activations",
+        "fill",
+        "dy = tl.load(at(dy_ptr, dy_strides, outer_a, outer_b, offs_m, offs_n), mask=mask, other=0.0).to(COMPUTE)",
+    ): "a lane that is not stored",
+    (
+        "_pointwise",
+        "fill",
+        "first = tl.load(at(first_ptr, first_strides, a, b, offs_m, offs_n), mask=mask, other=0.0)",
+    ): "a lane that is not stored",
     (
         "_scaled_matmul",
         "fill",
@@ -184,18 +214,21 @@ EQUIVALENT = {  # (file, fault, text of the line): why no test can see it broken
         'x = tl.load(x_ptr + start + offs_n, mask=mask, other=float("-inf")).to(COMPUTE)',
     ): "scaled logits, which are masked again",
 }
-CRASHED = "the process of the tests crashed"
+CRASHED = "the process of the tests crashed, or hung"
+LAST = re.compile(r"reference_is|compile|opcheck|export|transforms|vmap|gradcheck|bad_|_plan|second_order")
 
 
-def places(path):
-    """(fault, line number, line as it should not be) of every edit in the file's kernels."""
+def places(path, faults):
+    """(fault, kernel, line number, line as it should not be) of every edit in the file's kernels."""
     text = path.read_text()
     lines = text.splitlines()
     for node in ast.parse(text).body:
-        if isinstance(node, ast.FunctionDef) and any("triton.jit" in ast.unparse(d) for d in node.decorator_list):
+        if isinstance(node, ast.FunctionDef) and any(
+            re.match(r"(triton|gluon)\.jit", ast.unparse(d)) for d in node.decorator_list
+        ):
             for number in range(node.body[0].lineno - 1, node.end_lineno):
                 code = lines[number].split("  #")[0]
-                for fault, (find, put) in FAULTS.items():
+                for fault, (find, put) in faults.items():
                     broken = re.sub(find, put, code, count=1)
                     if broken == code or (path.stem, fault, code.strip()) in EQUIVALENT:
                         continue
@@ -203,39 +236,89 @@ def places(path):
                         ast.parse("\n".join([*lines[:number], broken, *lines[number + 1 :]]))
                     except SyntaxError:
                         continue  # part of a longer expression
-                    yield fault, number, broken
+                    yield fault, node.name, number, broken
 
 
 def tests_of(stem):
-    name = TESTS.get(stem, stem.lstrip("_"))
-    return f"tests/test_{name}.py"
+    names = TESTS.get(stem, stem.lstrip("_")).split()
+    return [f"tests/test_{name}.py" for name in names]
+
+
+class Place(NamedTuple):
+    """One edit: the file, its function, the fault, the line as it is and as it should not be, the file's text so, and
+    what is asked to notice it, as pytest takes it."""
+
+    stem: str
+    kernel: tuple
+    fault: str
+    was: str
+    broken: str
+    text: str
+    tests: list
+
+
+class Run(NamedTuple):
+    what: str
+    process: object
+    found: object
+    slot: int
+    stem: str
+    was: str
+    start: float
 
 
 class Watch:
-    """A plugin of pytest: the order of tests, and those that failed."""
+    """A plugin of pytest: which tests run, in which order; those that failed, and the kernels that others came to."""
 
-    LAST = re.compile(r"reference_is|compile|opcheck|export|transforms|vmap|gradcheck|bad_|_plan|second_order")
-
-    def __init__(self):
-        self.failed = []
+    def __init__(self, limit, kernel=None, noticed=(), reach=(), failing=()):
+        """kernel: what is broken. noticed: how many faults of its file each test did; reach: what tests came to."""
+        self.limit, self.kernel, self.noticed, self.reach, self.failing = limit, kernel, noticed, reach, failing
+        self.failed, self.reached, self.now = [], {}, None
 
     def pytest_collection_modifyitems(self, items):
+        if self.kernel is None:
+            return
         seen, order = Counter(), {}
-        for item in items:  # a case of each test, then the second of each
-            name = item.originalname
-            order[item] = (item.path.name != "test_every_op.py", bool(self.LAST.search(name)), seen[name])
-            seen[name] += 1
-        items.sort(key=order.get)
+        for item in items:  # what noticed others first, then a case of each test, then the second of each
+            test, name = item.nodeid, item.originalname
+            reached = self.kernel in self.reach[test] if test in self.reach else None
+            if reached is not False and test not in self.failing:
+                late = 0 if item.path.name == "test_every_op.py" else 2 if LAST.search(name) else 1
+                order[item] = (-self.noticed[test], not reached, late, seen[name])
+                seen[name] += 1
+        items[:] = sorted(order, key=order.get)
+
+    def pytest_runtest_logstart(self, nodeid):
+        self.now = self.reached[nodeid] = set()
+        faulthandler.dump_traceback_later(self.limit, exit=True)  # a kernel that hangs lets go of no lock
 
     def pytest_runtest_logreport(self, report):
         if report.failed:
             self.failed.append(report.nodeid)
+            self.reached.pop(report.nodeid, None)  # more, had it gone on
 
     pytest_collectreport = pytest_runtest_logreport
 
+    def kernels(self):
+        """Note the kernels that run from now on, and in the interpreter the functions that they call."""
+        from triton.runtime.interpreter import InterpretedFunction
+        from triton.runtime.jit import JITFunction
 
-def run_tests(found, folder, kernels, tests):
-    """In a process of its own: sends the tests that failed, and how pytest ended."""
+        def noting(before):
+            def note(function, *args, **kwargs):
+                if self.now is not None:
+                    stem = function.fn.__module__.rpartition(".")[2]
+                    self.now.add((stem, "" if stem.endswith("_sm90") else function.fn.__name__))
+                return before(function, *args, **kwargs)
+
+            return note
+
+        InterpretedFunction.rewrite = noting(InterpretedFunction.rewrite)
+        JITFunction.run = noting(JITFunction.run)
+
+
+def run_tests(found, folder, kernels, tests, watch):
+    """In a process of its own: sends the tests that failed, how pytest ended, and what each test came to."""
     os.setsid()
     nowhere = os.open(os.devnull, os.O_RDWR)
     for stream in (0, 1, 2):
@@ -244,9 +327,10 @@ def run_tests(found, folder, kernels, tests):
     os.environ["LOCAL_KERNELS"] = kernels
     import pytest
 
-    watch = Watch()
-    status = pytest.main(["-q", "--tb=no", "-p", "no:cacheprovider", "-p", "no:xdist", *tests], plugins=[watch])
-    found.send((watch.failed, int(status)))
+    watch.kernels()
+    off = [f"-pno:{plugin}" for plugin in ("cacheprovider", "xdist", "faulthandler")]
+    status = pytest.main(["-q", "--tb=no", *off, *tests], plugins=[watch])
+    found.send((watch.failed, int(status), watch.reached))
 
 
 class Slots:
@@ -267,96 +351,91 @@ class Slots:
         for slot in range(1, jobs):
             shutil.copytree(self.folder / "0", self.folder / str(slot))
         self.name = tomllib.loads((ROOT / "build.toml").read_text())["general"]["hub"]["repo-id"]
-        self.free, self.running = list(range(jobs)), {}
+        self.free, self.running = list(range(jobs)), []
 
-    def each(self, runs, limit):
-        """Of every (what, arguments of pytest, file to break, its text): (what, failed tests, status, seconds)."""
-        runs = iter(runs)
-        while True:
-            while self.free and (one := next(runs, None)):
-                self.start(*one, limit)
-            if not self.running:
-                return
-            yield from self.ended()
-
-    def start(self, what, tests, stem, text, limit):
+    def start(self, what, tests, watch, stem="", text=""):
+        """Run `tests`, arguments of pytest, on the package whose file `stem` has that text."""
         slot = self.free.pop()
-        self.write(slot, stem, text)
+        was = self.write(slot, stem, text)
         found, to = multiprocessing.Pipe(duplex=False)
         kernels = f"{self.name}={self.folder / str(slot)}"
         process = multiprocessing.get_context("fork").Process(
-            target=run_tests, args=(to, self.folder / "repository", kernels, tests)
+            target=run_tests, args=(to, self.folder / "repository", kernels, tests, watch)
         )
         process.start()
         to.close()
-        self.running[process.sentinel] = (what, process, found, slot, stem, time.time(), limit)
+        self.running.append(Run(what, process, found, slot, stem, was, time.time()))
 
     def write(self, slot, stem, text):
+        """Give the file `stem` that text; returns the text that it had."""
+        was = ""
         if stem:
             for variant in (self.folder / str(slot)).iterdir():
+                was = (variant / f"{stem}.py").read_text()
                 (variant / f"{stem}.py").write_text(text)
                 for old in (variant / "__pycache__").glob(f"{stem}.*"):  # of the same second and size
                     old.unlink()
+        return was
 
     def ended(self):
-        """(what was started, the tests that failed, pytest's status or None, seconds) of those that end next."""
-        wait(list(self.running), timeout=1)
-        for sentinel, (what, process, found, slot, stem, start, limit) in list(self.running.items()):
-            late = time.time() - start > limit
-            if process.is_alive() and not late:
-                continue
-            del self.running[sentinel]
-            failed, status = [], None
-            if process.is_alive():
-                failed = None
-            elif found.poll():
-                with contextlib.suppress(EOFError):
-                    failed, status = found.recv()
+        """(what was started, the tests that failed, pytest's status or None, what tests came to, seconds) of those that
+        end next."""
+        ready = wait([end for one in self.running for end in (one.process.sentinel, one.found)])
+        for one in [one for one in self.running if one.process.sentinel in ready or one.found in ready]:
+            self.running.remove(one)
+            failed, status, reached = [], None, {}
+            with contextlib.suppress(EOFError):
+                failed, status, reached = one.found.recv()
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.join()
-            self.write(slot, stem, (ROOT / PACKAGE / f"{stem}.py").read_text() if stem else "")
-            self.free.append(slot)
-            yield what, failed, status, time.time() - start
+                os.killpg(one.process.pid, signal.SIGKILL)
+            one.process.join()
+            self.write(one.slot, one.stem, one.was)
+            self.free.append(one.slot)
+            yield one.what, failed, status, reached, time.time() - one.start
 
 
 def chosen_places(options):
-    """{file:line fault: (stem, fault, line as it is, as it should not be, text of the file so)}."""
+    """{file:line fault: Place}."""
     chosen = []
     for path in sorted((ROOT / PACKAGE).glob("*.py")):
-        if path.stem.endswith("_sm90") or (options.files and path.stem not in options.files):
+        if path.stem.endswith("_sm90") != options.gpu or (options.files and path.stem not in options.files):
             continue  # kernels for one GPU do not run in the interpreter
-        if not (ROOT / tests_of(path.stem)).exists():
+        if not (ROOT / tests_of(path.stem)[0]).exists():
             continue
         lines, seen = path.read_text().splitlines(), set()
-        for fault, number, broken in places(path):
-            if fault in options.faults and (options.all or fault not in seen):
-                seen.add(fault)
+        for fault, kernel, number, broken in places(path, FAULTS_SM90 if options.gpu else FAULTS):
+            if (not options.faults or fault in options.faults) and (options.all or (kernel, fault) not in seen):
+                seen.add((kernel, fault))
                 text = "\n".join([*lines[:number], broken, *lines[number + 1 :]]) + "\n"
-                chosen.append((f"{path.stem}:{number + 1} {fault}", (path.stem, lines[number], broken, text)))
+                tests = [*([ALSO[fault]] if fault in ALSO else []), *tests_of(path.stem)]
+                at = path.stem, "" if options.gpu else kernel  # a GPU tells of those that are launched alone
+                place = Place(path.stem, at, fault, lines[number], broken, text, tests)
+                chosen.append((f"{path.stem}:{number + 1} {fault}", place))
     if options.some:  # of every fault in turn
         random.Random(0).shuffle(chosen)
-        turns, place = Counter(), {}
-        for name, _ in chosen:
-            fault = name.split(" ", 1)[1]
-            place[name] = turns[fault]
-            turns[fault] += 1
-        chosen = sorted(chosen, key=lambda one: place[one[0]])[: options.some]
+        turns, order = Counter(), {}
+        for name, place in chosen:
+            order[name] = turns[place.fault]
+            turns[place.fault] += 1
+        chosen = sorted(chosen, key=lambda one: order[one[0]])[: options.some]
     return dict(chosen)
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--files", nargs="*", help="without .py; all that have portable kernels")
-    parser.add_argument("--faults", nargs="*", choices=list(FAULTS), default=list(FAULTS))
+    parser.add_argument("--files", nargs="*", help="without .py; all that have kernels")
+    parser.add_argument("--faults", nargs="*", choices=[*FAULTS, *FAULTS_SM90])
     parser.add_argument("--all", action="store_true", help="every place of a fault in a file, not the first alone")
     parser.add_argument("--some", type=int, help="how many to draw")
-    parser.add_argument("--limit", type=float, default=600, help="seconds that a file's tests may take")
+    parser.add_argument("--gpu", action="store_true", help="kernels for Hopper alone, by their tests on such a GPU")
+    parser.add_argument("--limit", type=float, default=120, help="seconds that one test may take")
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="processes at once")
     parser.add_argument("--json", type=Path, help="a line for each, appended; those that are there are not done again")
     options = parser.parse_args()
 
-    os.environ.update(TRITON_INTERPRET="1", CUDA_VISIBLE_DEVICES="", OMP_NUM_THREADS="1")
+    os.environ.update(OMP_NUM_THREADS="1")
+    if not options.gpu:
+        os.environ.update(TRITON_INTERPRET="1", CUDA_VISIBLE_DEVICES="")
     import kernels  # noqa: F401  once, for the processes that are forked
     import pytest  # noqa: F401
     import torch
@@ -368,51 +447,58 @@ def main():
     if options.json and options.json.exists():
         for line in options.json.read_text().splitlines():
             was = json.loads(line)
-            if was["name"] in chosen and was["broken"] == chosen[was["name"]][2]:
+            if was["name"] in chosen and was["broken"] == chosen[was["name"]].broken:
                 results[was["name"]] = was["caught_by"]
-    slots = Slots(options.jobs)
+    reach = {}  # {test: the kernels that it comes to}
     passing, failing = set(), set()  # of the tests that noticed a fault: those that pass without it, and the others
+    slots = Slots(options.jobs)
+    hopper = ["-khopper"] * options.gpu
 
-    def of_faults(waiting):
-        for name in list(waiting):
-            stem, _, _, text = chosen[name]
-            tests = [*([ALSO[fault]] if (fault := name.split(" ", 1)[1]) in ALSO else []), tests_of(stem)]
-            yield name, ["-x", *tests, *(f"--deselect={test}" for test in sorted(failing))], stem, text
-
-    def of_files():
-        noticed = {}
-        for name, test in results.items():
-            if test and "::" in test and test not in passing | failing:
-                noticed.setdefault(tests_of(chosen[name][0]), set()).add(test)
-        for tests in noticed.values():
-            yield tests, sorted(tests), "", ""
+    def each(names):
+        """Break them in turn, and ask what is known by then to come there first."""
+        names = iter(names)
+        while True:
+            while slots.free and (name := next(names, None)):
+                place = chosen[name]
+                noticed = Counter(test for other, test in results.items() if chosen[other].stem == place.stem)
+                watch = Watch(options.limit, place.kernel, noticed, reach, failing)
+                slots.start(name, ["-x", *hopper, *place.tests], watch, place.stem, place.text)
+            if not slots.running:
+                return
+            yield from slots.ended()
 
     try:
         waiting = [name for name in chosen if name not in results]
         while True:
-            for name, failed, status, seconds in slots.each(of_faults(waiting), options.limit):
-                caught = {0: None, None: CRASHED}.get(status, f"pytest ended with {status}")
-                results[name] = caught = "NOT ENDED" if failed is None else failed[0] if failed else caught
+            for name, failed, status, reached, seconds in each(waiting):
+                reach.update({test: kernels for test, kernels in reached.items() if test not in reach})
+                caught = {0: None, 5: None, None: CRASHED}.get(status, f"pytest ended with {status}")
+                results[name] = caught = failed[0] if failed else caught
                 print(f"{name}: {caught or 'NOT NOTICED'} ({seconds:.0f} s)", flush=True)
                 if options.json:
                     with options.json.open("a") as file:
-                        one = {"name": name, "broken": chosen[name][2], "caught_by": caught, "seconds": round(seconds)}
-                        file.write(json.dumps(one) + "\n")
-            for tests, failed, status, _ in slots.each(of_files(), options.limit):
-                bad = tests if failed is None or (status and not failed) else tests & {*failed}
-                failing.update(bad)
-                passing.update(tests - bad)
+                        one = {"name": name, "broken": chosen[name].broken, "caught_by": caught}
+                        file.write(json.dumps({**one, "seconds": round(seconds)}) + "\n")
+            noticed = sorted({test for test in results.values() if test and "::" in test} - passing - failing)
+            while noticed or slots.running:  # what noticed a fault must pass without
+                while slots.free and noticed:
+                    file = noticed[0].split("::")[0]
+                    tests = [test for test in noticed if test.startswith(file)]
+                    noticed = noticed[len(tests) :]
+                    slots.start(tests, tests, Watch(options.limit))
+                for tests, failed, status, _, _ in slots.ended():
+                    failing.update(failed if status in (0, 1) else tests)
+            passing.update({*results.values()} - failing)
             waiting = [name for name, test in results.items() if test in failing]
             if not waiting:
                 break
             print(f"these fail without a fault too, and are left out: {', '.join(sorted(failing))}", flush=True)
     finally:
         shutil.rmtree(slots.folder, ignore_errors=True)
-    missed = [name for name, test in results.items() if test != CRASHED and test not in passing]
+    missed = [name for name, test in results.items() if not test]
     print(f"\n{len(results)} faults, {len(missed)} not noticed")
     for name in missed:
-        stem, was, broken, _ = chosen[name]
-        print(f"{name}: {results[name] or 'no test'}\n  - {was.strip()}\n  + {broken.strip()}")
+        print(f"{name}\n  - {chosen[name].was.strip()}\n  + {chosen[name].broken.strip()}")
     sys.exit(bool(missed) or not results)
 
 
