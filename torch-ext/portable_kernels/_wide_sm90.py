@@ -122,11 +122,12 @@ def _numbers(row, ptrs, strides, first_n, KIND: gl.constexpr, BACKWARD: gl.const
         return gl.load(stats_ptr + row), 0.0, 0.0
     elif KIND == "layer_norm":  # the first element of the row and that of the slice
         x_row = x_ptr + row * strides[0]
+        g_row = None
+        g_slice = None
         if g_ptr is not None:
             g_row = g_ptr + row * strides[1]
-            first = _element(x_row, g_row, s_ptr)
-            return first, _element(x_row + first_n, g_row + first_n, s_ptr), 0.0
-        return _element(x_row, None, None), _element(x_row + first_n, None, None), 0.0
+            g_slice = g_row + first_n
+        return _element(x_row, g_row, s_ptr), _element(x_row + first_n, g_slice, s_ptr), 0.0
     else:
         return 0.0, 0.0, 0.0
 
@@ -143,10 +144,10 @@ def _xhat(x, numbers, KIND: gl.constexpr):
 
 @gluon.jit
 def _scaled(g, w, offset, w_ptr):
-    if w_ptr is None:
-        return g
-    w = _hold(w).to(gl.float32)
-    return g * w if offset is None else g * (w + offset)
+    if w_ptr is not None:
+        w = _hold(w).to(gl.float32)
+        g *= w if offset is None else w + offset
+    return g
 
 
 @gluon.jit
@@ -161,12 +162,8 @@ def _share(x, g, w, offset, w_ptr, numbers, within, count, KIND: gl.constexpr, B
             return total, total
         else:
             g = _scaled(g, w, offset, w_ptr)  # 0 past the row's end
-            if KIND == "layer_norm":
-                shift, correction, rstd = numbers
-                total = _sum(g)
-                return (_sum(g * (x - shift)) - correction * total) * rstd, total
-            product = _sum(g * x) * numbers[0]
-            return product, product
+            product = _sum(g * _xhat(x, numbers, KIND)[0])
+            return product, _sum(g) if KIND == "layer_norm" else product
     elif KIND == "rms_norm":
         total = _sum(x * x)
         return total, total
@@ -411,6 +408,8 @@ def run(
     ring = [one for one in (x, g) if one is not None]
     if tile is None or layout.A * layout.B != 1 or N % 8 or not all(bulk(*one, M) for one in ring):
         return None
+    if kind.endswith("softmax") and not backward and x[0].dtype != y.dtype:
+        return None  # x is converted first
     if kind == "layer_norm" and not backward and (x[0] if total is None else total).dtype == torch.float32:
         return None  # whose variance would not be as right
     if ds is not None and (ds[1][2] % 8 or ds[1][3] != 1):
