@@ -43,6 +43,7 @@ FIRST = (
 )  # fmt: skip
 CALLS = 1000  # of which the host's share is the mean, five times
 WARM = 3  # calls before the first that is measured
+CYCLES = 1.8e9  # of the device, in a second
 PROVIDERS = ("compile", "liger", "quack", "gems", "fla", "cudnn", "flash2")
 
 
@@ -60,7 +61,8 @@ def load(folder):
 class Clock:
     """Times functions in turns. Before each call the L2 cache is overwritten.
 
-    The device then sleeps until the host has surely launched what it measures: the host's share is measured apart.
+    The device then sleeps until the host has surely launched what it measures, which takes a composition or a peer with
+    wrappers of its own more than a millisecond: the host's share is measured apart.
     """
 
     def __init__(self, seconds):
@@ -76,16 +78,20 @@ class Clock:
         end.record()
         return start, end
 
-    def turns(self, functions, sleep=1_600_000):  # cycles: about 0.9 ms
+    def turns(self, functions):
         """{name: (median, p20, p80)} in milliseconds."""
-        took = {name: [] for name in functions}
-        for function in functions.values():
+        took, sleep = {name: [] for name in functions}, {}
+        for name, function in functions.items():
+            host = []
             for _ in range(WARM):
+                began = time.perf_counter()
                 function()
+                host.append(time.perf_counter() - began)
+            sleep[name] = max(1_600_000, int(2 * CYCLES * min(host)))  # the least is about 0.9 ms
         torch.cuda.synchronize()
         began = time.perf_counter()
         while time.perf_counter() - began < self.seconds * len(functions) or len(next(iter(took.values()))) < 7:
-            events = {name: self.once(function, sleep) for name, function in functions.items()}
+            events = {name: self.once(function, sleep[name]) for name, function in functions.items()}
             torch.cuda.synchronize()
             for name, (start, end) in events.items():
                 took[name].append(start.elapsed_time(end))
@@ -277,9 +283,7 @@ class Op:
             expected = None
             if not runs:
                 continue
-            # The host launches forward and backward of a composition in more than a millisecond.
-            sleep = 4_500_000 if direction == "both" else 1_600_000
-            times = clock.turns({name: run for name, (run, _, _) in runs.items()}, sleep)
+            times = clock.turns({name: run for name, (run, _, _) in runs.items()})
             for name, (median, p20, p80) in times.items():
                 yield {
                     "op": self.name, "case": case, "shape": list(shape), "direction": direction, "provider": name,

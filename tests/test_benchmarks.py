@@ -120,7 +120,7 @@ def no_gpu(script, monkeypatch):
         def __init__(self, seconds):
             pass
 
-        def turns(self, functions, sleep=0):
+        def turns(self, functions):
             for function in functions.values():
                 function()
             return {name: (2.0, 1.0, 3.0) for name in functions}
