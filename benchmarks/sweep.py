@@ -10,11 +10,12 @@ those of a first call with warm caches on disk, `--host` the host's share of a c
 nothing else.
 
 Each op is a process: all compile at once, then each measures alone. What one of them breaks, the others do not see, and
-the JSON has what was measured so far.
+the JSON has what was measured so far. `--add` keeps what an earlier run measured and this one does not.
 """
 
 import argparse
 import datetime
+import functools
 import gc
 import importlib.util
 import itertools
@@ -42,6 +43,7 @@ FIRST = (
 )  # fmt: skip
 CALLS = 1000  # of which the host's share is the mean, five times
 WARM = 3  # calls before the first that is measured
+CYCLES = 1.8e9  # of the device, in a second
 PROVIDERS = ("compile", "liger", "quack", "gems", "fla", "cudnn", "flash2")
 
 
@@ -59,7 +61,8 @@ def load(folder):
 class Clock:
     """Times functions in turns. Before each call the L2 cache is overwritten.
 
-    The device then sleeps until the host has surely launched what it measures: the host's share is measured apart.
+    The device then sleeps until the host has surely launched what it measures, which takes a composition or a peer with
+    wrappers of its own more than a millisecond: the host's share is measured apart.
     """
 
     def __init__(self, seconds):
@@ -75,16 +78,20 @@ class Clock:
         end.record()
         return start, end
 
-    def turns(self, functions, sleep=1_600_000):  # cycles: about 0.9 ms
+    def turns(self, functions):
         """{name: (median, p20, p80)} in milliseconds."""
-        took = {name: [] for name in functions}
-        for function in functions.values():
+        took, sleep = {name: [] for name in functions}, {}
+        for name, function in functions.items():
+            host = []
             for _ in range(WARM):
+                began = time.perf_counter()
                 function()
+                host.append(time.perf_counter() - began)
+            sleep[name] = max(1_600_000, int(2 * CYCLES * min(host)))  # the least is about 0.9 ms
         torch.cuda.synchronize()
         began = time.perf_counter()
         while time.perf_counter() - began < self.seconds * len(functions) or len(next(iter(took.values()))) < 7:
-            events = {name: self.once(function, sleep) for name, function in functions.items()}
+            events = {name: self.once(function, sleep[name]) for name, function in functions.items()}
             torch.cuda.synchronize()
             for name, (start, end) in events.items():
                 took[name].append(start.elapsed_time(end))
@@ -132,10 +139,12 @@ class Op:
     """One op: its ways, compiled, then measured."""
 
     def __init__(self, name, options):
-        self.name, self.options, self.workload = name, options, WORKLOADS[name]
+        self.name, self.options = name, options
+        cases = WORKLOADS[name].cases
+        self.workload = WORKLOADS[name]._replace(cases={c: cases[c] for c in cases if c in (options.cases or cases)})
         self.kernel = load(options.variant)
         self.ways = ways(self.workload, self.kernel, options.providers)
-        self.compiled = set()  # (case, direction) that torch.compile has seen
+        self.compiled = set()  # (way, case)
         torch._dynamo.config.recompile_limit = 1000
         torch._dynamo.config.accumulated_recompile_limit = 1000
         torch._functorch.config.donated_buffer = False  # a graph is kept, to go back through it many times
@@ -179,10 +188,14 @@ class Op:
         return took
 
     def compile(self, until):
-        """Call every way of every case once; torch.compile, which is the slowest, while there is time."""
+        """Call every way of every case once, others than this package while there is time: torch.compile is last."""
+        tune(1)
         for name, way in self.ways.items():
             for case, shape in self.workload.cases.items():
-                if name == "torch" or (name == "torch.compile" and time.time() > until):
+                if name not in (OURS, "torch") and time.time() > until:
+                    continue
+                self.compiled.add((name, case))
+                if name == "torch":
                     continue
                 try:
                     inputs = self.workload.make(*shape)
@@ -191,20 +204,19 @@ class Op:
                             self.call(way, direction, inputs)
                 except Exception:  # is said when it is measured
                     pass
-                if name == "torch.compile":
-                    self.compiled.add(case)
                 inputs = None
                 torch.cuda.empty_cache()
 
     def measure(self):
-        forget_tuning()
+        tune(20)
         clock = Clock(self.options.seconds)
         for case, shape in self.workload.cases.items():
             torch.cuda.empty_cache()
             yield from self.measure_case(case, shape, clock)
-        late = len(self.workload.cases) - len(self.compiled)
-        if "torch.compile" in self.ways and late:
-            print(f"  torch.compile left out, no time to compile: {self.name}, {late} cases", flush=True)
+        for name in self.ways:
+            late = [case for case in self.workload.cases if (name, case) not in self.compiled]
+            if late:
+                print(f"  {name} left out, no time to compile: {self.name}, {', '.join(late)}", flush=True)
         if self.options.host:
             yield {"host": host(self.workload, self.ways)}
 
@@ -221,7 +233,7 @@ class Op:
                 continue
             runs, expected, y, dy = {}, None, None, None
             for name, way in self.ways.items():
-                if name == "torch.compile" and case not in self.compiled:
+                if (name, case) not in self.compiled:
                     continue
                 if direction == "backward" and name in workload.early:
                     continue
@@ -271,9 +283,7 @@ class Op:
             expected = None
             if not runs:
                 continue
-            # The host launches forward and backward of a composition in more than a millisecond.
-            sleep = 4_500_000 if direction == "both" else 1_600_000
-            times = clock.turns({name: run for name, (run, _, _) in runs.items()}, sleep)
+            times = clock.turns({name: run for name, (run, _, _) in runs.items()})
             for name, (median, p20, p80) in times.items():
                 yield {
                     "op": self.name, "case": case, "shape": list(shape), "direction": direction, "provider": name,
@@ -290,11 +300,20 @@ class Op:
         return {"gbps": (parts[0] * w.forward(shape) + (parts[1] and w.backward(shape))) / ms / 1e6}
 
 
-def forget_tuning():
-    """Peers that Triton tunes choose again, now that nothing else runs. torch.compile goes by its shortest trials."""
-    for tuner in gc.get_objects():
-        if issubclass(type(tuner), triton.runtime.Autotuner) and isinstance(tuner.cache, dict):
-            tuner.cache.clear()
+def tune(ms):
+    """Peers that Triton tunes choose anew, in trials of so many milliseconds: a first time, while other processes run
+    too, to compile what they choose from, and alone before they are measured. torch.compile goes by its first choice.
+    """
+    trial = functools.partial(triton.testing.do_bench, warmup=ms / 4, rep=ms)
+    for found in gc.get_objects():
+        if issubclass(type(found), triton.runtime.Autotuner):
+            found.do_bench = trial
+            found.cache = {}
+            if hasattr(found, "benchmark_table_name"):  # FlagGems' own keep on disk what they measured
+                found.benchmark_table_name += f"_{ms}"
+        elif type(found).__name__ == "LibEntry":  # FlagGems keeps what its tuners chose
+            for kept in found.kernel_cache:
+                kept.clear()
 
 
 def peak(run):
@@ -355,11 +374,13 @@ def main():
     parser.add_argument("variant", help="a built variant of the package, such as build/torch-cuda")
     parser.add_argument("--json", type=Path, help="where to write what was measured")
     parser.add_argument("--ops", nargs="*", help="of: " + ", ".join(WORKLOADS))
+    parser.add_argument("--cases", nargs="*", help="of those ops, by their names; else all")
     parser.add_argument("--directions", nargs="*", default=list(DIRECTIONS), choices=DIRECTIONS)
     parser.add_argument("--providers", nargs="*", default=list(PROVIDERS), help="beside torch itself")
     parser.add_argument("--seconds", type=float, default=0.02, help="of measuring, for each way to do a case")
     parser.add_argument("--jobs", type=int, default=max(1, (os.cpu_count() or 2) - 1), help="processes that compile")
     parser.add_argument("--limit", type=float, default=3600, help="seconds in all; what there is no time for is named")
+    parser.add_argument("--add", type=Path, help="JSON of an earlier run, whose rows stay where none is measured anew")
     parser.add_argument("--commit", help="of what is measured; else git is asked")
     parser.add_argument("--host", action="store_true", help="measure the host's share of a call too")
     parser.add_argument("--first", nargs="*", help="ops to measure first calls of from the caches on disk too")
@@ -371,6 +392,9 @@ def main():
     unknown = set(options.ops or ()) - set(WORKLOADS)
     if unknown:
         parser.error(f"no such ops: {', '.join(sorted(unknown))}")
+    unknown = set(options.cases or ()) - {case for op in options.ops or WORKLOADS for case in WORKLOADS[op].cases}
+    if unknown:
+        parser.error(f"no such cases: {', '.join(sorted(unknown))}")
     if not torch.cuda.device_count():  # asked without touching the device
         sys.exit("sweep.py measures on a GPU, and torch sees none")
     return sweep(options)
@@ -386,6 +410,33 @@ def write(record, path):
 
     rows = ",\n".join(json.dumps(rounded(row)) for row in record["rows"])
     path.write_text(json.dumps({**record, "rows": []}, indent=1).replace('"rows": []', f'"rows": [\n{rows}\n]') + "\n")
+
+
+def place(row):
+    """Where a row belongs: in the order of the workloads' ops, cases and directions."""
+    cases = list(WORKLOADS[row["op"]].cases)
+    return list(WORKLOADS).index(row["op"]), cases.index(row["case"]), DIRECTIONS.index(row["direction"])
+
+
+def added(earlier, record, providers):
+    """An earlier run's record with this one's rows in place of its own; those that stay say their commit, if another.
+
+    A case that is measured anew loses the rows of all `providers` that were asked for, measured or not.
+    """
+    asked = {OURS, "torch", *("torch.compile" if name == "compile" else name for name in providers)}
+    anew = {(r["op"], r["case"], r["direction"]) for r in record["rows"]}
+    then = {} if earlier["commit"] == record["commit"] else {"commit": earlier["commit"]}
+    stay = [
+        {**then, **row}
+        for row in earlier["rows"]
+        if row["provider"] not in asked or (row["op"], row["case"], row["direction"]) not in anew
+    ]
+    return {
+        **record, "rows": sorted(record["rows"] + stay, key=place), "host": {**earlier["host"], **record["host"]},
+        "host_commit": record["commit"] if record["host"] else earlier.get("host_commit", earlier["commit"]),
+        "first_call": {**earlier["first_call"], **record["first_call"]},
+        "ceilings": record["ceilings"] or earlier["ceilings"],
+    }  # fmt: skip
 
 
 def sweep(options):
@@ -423,6 +474,11 @@ def sweep(options):
         elif "done" in line and worker.kind == "op":
             keep(worker)
 
+    earlier = json.loads(options.add.read_text()) if options.add else None
+
+    def save():
+        write(added(earlier, record, options.providers) if earlier else record, options.json)
+
     def keep(worker):
         cases = itertools.groupby(worker.rows, key=lambda r: (r["case"], r["direction"]))
         for (case, direction), rows in cases:
@@ -432,7 +488,7 @@ def sweep(options):
             if text.startswith("  "):
                 print(text.rstrip(), flush=True)
         record["rows"] += worker.rows
-        write(record, options.json)
+        save()
 
     def lost(worker, reason):
         record["failed"].append(f"{worker.kind} {worker.name}: {reason}")
@@ -442,7 +498,8 @@ def sweep(options):
     with tempfile.TemporaryDirectory() as caches:
         environment = {
             "TRITON_CACHE_DIR": f"{caches}/triton", "TORCHINDUCTOR_CACHE_DIR": f"{caches}/inductor",
-            "TORCHINDUCTOR_COMPILE_THREADS": "1", "FLA_CACHE_RESULTS": "0",
+            "TORCHINDUCTOR_COMPILE_THREADS": "1", "FLA_CACHE_RESULTS": "0", "FLAGGEMS_CACHE_DIR": f"{caches}/gems",
+            "QUACK_CACHE_DIR": f"{caches}/quack",
         }  # fmt: skip
 
         def workers(kind, of):
@@ -466,9 +523,8 @@ def sweep(options):
             turns.run(
                 workers("warm", again), heard, lost, jobs=options.jobs, ready_by=done_by, done_by=done_by, patience=10
             )
-    order = {name: i for i, name in enumerate(WORKLOADS)}
-    record["rows"].sort(key=lambda r: order[r["op"]])
-    write(record, options.json)
+    record["rows"].sort(key=place)
+    save()
     say(f"{len(record['rows'])} rows of {len(names)} ops; {len(record['failed'])} processes lost")
     return 1 if record["failed"] else 0
 

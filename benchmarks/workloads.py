@@ -1,5 +1,6 @@
 """What `sweep.py` measures: an op, its inputs at the sizes of models, PyTorch's way to do it, and its traffic."""
 
+import functools
 import math
 from typing import Callable, NamedTuple, Optional
 
@@ -162,6 +163,23 @@ def _liger_cross_entropy():
     return lambda x, t: LigerCrossEntropyFunction.apply(x.clone() if x.requires_grad else x, t, None)[0]
 
 
+def _differentiable(forward, backward):
+    """A peer's two functions as one: forward(*inputs) gives the result and what backward(dy, ...) takes after dy."""
+
+    class Way(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, *inputs):
+            y, *kept = forward(*inputs)
+            ctx.save_for_backward(*kept)
+            return y
+
+        @staticmethod
+        def backward(ctx, dy):
+            return backward(dy, *ctx.saved_tensors)
+
+    return Way.apply
+
+
 def _quack_rms_norm():
     from quack import rmsnorm
 
@@ -174,10 +192,28 @@ def _quack_add_rms_norm():
     return lambda x, r, w: rmsnorm(x, w, residual=r, eps=1e-6, prenorm=True)
 
 
+def _quack_layer_norm():
+    from quack.rmsnorm import layernorm_bwd, layernorm_fwd
+
+    def forward(x, w, b):
+        y, rstd, mean = layernorm_fwd(x, float32(w), float32(b), 1e-5, return_rstd=True, return_mean=True)
+        return y, x, float32(w), rstd, mean
+
+    # It takes weights in float32 alone; in a model they would be so.
+    float32 = functools.lru_cache(4)(torch.Tensor.float)
+    return _differentiable(forward, lambda dy, x, w, rstd, mean: layernorm_bwd(x, w, dy, rstd, mean))
+
+
 def _quack_softmax():
     from quack import softmax
 
     return softmax
+
+
+def _quack_topk_softmax():
+    from quack.topk import topk
+
+    return lambda x: topk(x, 8, softmax=True)[0]
 
 
 def _quack_cross_entropy():
@@ -186,10 +222,27 @@ def _quack_cross_entropy():
     return lambda x, t: cross_entropy(x, t, reduction="mean")
 
 
-def _gems_softmax():
-    from flag_gems.ops import softmax
+def _tokens_first(rotary):
+    """A rotary embedding of one tensor (B, S, H, D), with half of the angles of a sequence, as one of ours."""
 
-    return lambda x: softmax(x, -1)
+    def way(q, k, cos, sin):
+        cos, sin = (t[0, :, : t.shape[-1] // 2] for t in (cos, sin))
+        return tuple(rotary(x.transpose(1, 2), cos, sin).transpose(1, 2) for x in (q, k))
+
+    return way
+
+
+def _quack_rotary():
+    from quack.rotary import apply_rotary_emb
+
+    return _tokens_first(apply_rotary_emb)
+
+
+def _gems_softmax(name="softmax"):
+    import flag_gems
+
+    forward, backward = getattr(flag_gems.ops, name), getattr(flag_gems.ops, f"{name}_backward")
+    return _differentiable(lambda x: [forward(x, -1)] * 2, lambda dy, y: backward(dy, y, -1, y.dtype))
 
 
 def _gems_rms_norm():
@@ -199,9 +252,26 @@ def _gems_rms_norm():
 
 
 def _gems_layer_norm():
-    from flag_gems.ops import layer_norm
+    from flag_gems.ops import layer_norm, layer_norm_backward
 
-    return lambda x, w, b: layer_norm(x, w.shape, w, b, 1e-5)[0]
+    def forward(x, w, b):
+        y, mean, rstd = layer_norm(x, w.shape, w, b, 1e-5)
+        return y, x, mean, rstd, w, b
+
+    def backward(dy, x, mean, rstd, w, b):
+        return layer_norm_backward(dy, x, w.shape, mean, rstd, w, b, [True] * 3)
+
+    return _differentiable(forward, backward)
+
+
+def _gems_pointwise(name, of_result=False):
+    """One input; the gradient is of it, or of the result."""
+    import flag_gems
+
+    forward, backward = getattr(flag_gems.ops, name), getattr(flag_gems.ops, f"{name}_backward")
+    if of_result:
+        return _differentiable(lambda x: [forward(x)] * 2, backward)
+    return _differentiable(lambda x: (forward(x), x), backward)
 
 
 def _gems_swiglu():
@@ -210,10 +280,38 @@ def _gems_swiglu():
     return silu_and_mul
 
 
+def _gems_dropout():
+    from flag_gems.ops import dropout, dropout_backward
+
+    def forward(x):
+        y, mask = dropout(x, 0.1)
+        return y, mask
+
+    return _differentiable(forward, lambda dy, mask: dropout_backward(dy, mask, 1 / 0.9))
+
+
 def _gems_cross_entropy():
     from flag_gems.fused import cross_entropy_loss
 
     return cross_entropy_loss
+
+
+def _gems_rotary():
+    from flag_gems.fused import apply_rotary_pos_emb
+
+    def way(q, k, cos, sin):
+        cos, sin = (t[0, :, : t.shape[-1] // 2] for t in (cos, sin))
+        q, k = apply_rotary_pos_emb(q.transpose(1, 2), k.transpose(1, 2), cos, sin)
+        return q.transpose(1, 2), k.transpose(1, 2)
+
+    return way
+
+
+def _gems_reduction(name, dim):
+    import flag_gems
+
+    reduce = getattr(flag_gems.ops, {"sum": "sum_dim"}.get(name, name))
+    return lambda x: reduce(x, dim if name in ("argmax", "cumsum") else [dim])
 
 
 def _fla_rms_norm():
@@ -235,15 +333,27 @@ def _fla_layer_norm():
 
 
 def _fla_rms_norm_gated():
-    from fla.modules.norm import rms_norm_gated
+    from fla.modules.norm.fused_norm_gate import rms_norm_gated
 
     return lambda x, g, w: rms_norm_gated(x, g, w, None)
 
 
-def _fla_swiglu():
-    from fla.modules.activations import swiglu
+def _fla_activation(name):
+    import fla.modules.activations
 
-    return swiglu
+    return getattr(fla.modules.activations, name)
+
+
+def _fla_normalize():
+    from fla.modules.norm.l2norm import l2norm
+
+    return l2norm
+
+
+def _fla_rotary():
+    from fla.modules.rotary import rotary_embedding
+
+    return _tokens_first(rotary_embedding)
 
 
 def _fla_cross_entropy():
@@ -275,6 +385,15 @@ def _distillation(x, teacher):
     return F.kl_div(x.float().log_softmax(-1), teacher.float().log_softmax(-1), log_target=True, reduction="batchmean")
 
 
+ACTIVATIONS = {
+    "silu": {"gems": lambda: _gems_pointwise("silu"), "fla": lambda: _fla_activation("swish")},
+    "gelu": {"gems": lambda: _gems_pointwise("gelu")},
+    "tanh": {"gems": lambda: _gems_pointwise("tanh", of_result=True)},
+    "sigmoid": {
+        "gems": lambda: _gems_pointwise("sigmoid", of_result=True), "fla": lambda: _fla_activation("sigmoid"),
+    },
+    "relu_squared": {"fla": lambda: _fla_activation("sqrelu")},
+}  # fmt: skip
 WORKLOADS = {
     "softmax": Workload(
         lambda *s: (rand(*s),), lambda k, x: k.softmax(x, -1), lambda x: torch.softmax(x, -1), WIDTHS, (1, 256),
@@ -282,7 +401,7 @@ WORKLOADS = {
     ),
     "log_softmax": Workload(
         lambda *s: (rand(*s),), lambda k, x: k.log_softmax(x, -1), lambda x: torch.log_softmax(x, -1),
-        WIDTHS, (1, 256), streams(2), streams(3),
+        WIDTHS, (1, 256), streams(2), streams(3), peers={"gems": lambda: _gems_softmax("log_softmax")},
     ),
     "masked_softmax": Workload(
         lambda B, H, Q, K: (rand(B, H, Q, K), (torch.rand(B, 1, Q, K, device=DEVICE) < 0.9)),
@@ -294,6 +413,7 @@ WORKLOADS = {
         lambda k, x: k.topk_softmax(x, 8, renormalize=True)[0],
         lambda x: (lambda v: v / v.sum(-1, keepdim=True))(torch.softmax(x.float(), -1).topk(8).values).to(x.dtype),
         {"qwen3_moe": (131072, 128), "deepseek": (131072, 256)}, (1, 128), streams(1), streams(2),
+        peers={"quack": _quack_topk_softmax},
     ),
     "rms_norm": Workload(
         lambda *s: (rand(*s), rand(s[-1])), lambda k, x, w: k.rms_norm(x, w, eps=1e-6), _rms_norm,
@@ -311,7 +431,9 @@ WORKLOADS = {
     "layer_norm": Workload(
         lambda *s: (rand(*s), rand(s[-1]), rand(s[-1])), lambda k, x, w, b: k.layer_norm(x, w, b),
         lambda x, w, b: F.layer_norm(x, w.shape, w, b), WIDTHS, (1, 256), streams(2), streams(3), grads=(0, 1, 2),
-        peers={"liger": _liger_layer_norm, "gems": _gems_layer_norm, "fla": _fla_layer_norm},
+        peers={
+            "liger": _liger_layer_norm, "quack": _quack_layer_norm, "gems": _gems_layer_norm, "fla": _fla_layer_norm,
+        },
     ),
     "rms_norm_gated": Workload(
         lambda *s: (rand(*s), rand(*s), rand(s[-1])), lambda k, x, g, w: k.rms_norm_gated(x, g, w),
@@ -333,11 +455,12 @@ WORKLOADS = {
     "normalize": Workload(
         lambda *s: (rand(*s),), lambda k, x: k.normalize(x), F.normalize,
         {"embeddings": (131072, 1024), "heads": (2**20, 128)}, (1, 256), streams(2), streams(3),
+        peers={"fla": _fla_normalize},
     ),
     **{
         name: Workload(
             lambda *s: (rand(*s),), lambda k, x, name=name: getattr(k, name)(x), way, MLP, (256,), streams(2),
-            streams(3),
+            streams(3), peers=ACTIVATIONS.get(name, {}),
         )
         for name, way in {
             "relu": F.relu, "silu": F.silu, "gelu": F.gelu, "quick_gelu": lambda x: x * torch.sigmoid(1.702 * x),
@@ -347,7 +470,8 @@ WORKLOADS = {
     },
     "swiglu": Workload(
         lambda *s: (rand(*s), rand(*s)), lambda k, g, u: k.swiglu(g, u), lambda g, u: F.silu(g) * u, MLP, (256,),
-        streams(3), streams(5), grads=(0, 1), peers={"liger": _liger_swiglu, "gems": _gems_swiglu, "fla": _fla_swiglu},
+        streams(3), streams(5), grads=(0, 1),
+        peers={"liger": _liger_swiglu, "gems": _gems_swiglu, "fla": lambda: _fla_activation("swiglu")},
     ),
     "silu_and_mul": Workload(
         lambda M, N: (rand(M, 2 * N),), lambda k, x: k.silu_and_mul(x),
@@ -364,13 +488,13 @@ WORKLOADS = {
     ),
     "dropout": Workload(
         lambda *s: (rand(*s),), lambda k, x: k.dropout(x, 0.1), lambda x: F.dropout(x, 0.1), MLP, (256,),
-        streams(2), streams(2),
+        streams(2), streams(2), peers={"gems": _gems_dropout},
     ),
     "apply_rotary_pos_emb": Workload(
         _make_rotary, lambda k, *a: k.apply_rotary_pos_emb(*a), _rotary,
         {"llama3_8b": (2, 8192, 32, 8, 128), "pythia": (8, 2048, 40, 40, 64)}, (1, 1, 2, 2, 64),
         lambda s: 4 * s[0] * s[1] * (s[2] + s[3]) * s[4], lambda s: 4 * s[0] * s[1] * (s[2] + s[3]) * s[4],
-        grads=(0, 1),
+        grads=(0, 1), peers={"quack": _quack_rotary, "gems": _gems_rotary, "fla": _fla_rotary},
     ),
     "cross_entropy": Workload(
         lambda T, V: (rand(T, V), torch.randint(0, V, (T,), device=DEVICE)), lambda k, x, t: k.cross_entropy(x, t),
@@ -390,6 +514,7 @@ WORKLOADS = {
             lambda *s: (rand(*s),), lambda k, x, name=name, dim=dim: getattr(k.reductions, name)(x, dim),
             lambda x, name=name, dim=dim: getattr(torch, name)(x, dim), cases, (4, 256), streams(1),
             streams(2) if name in ("logsumexp", "var") else None,
+            peers={} if name == "logsumexp" else {"gems": lambda name=name, dim=dim: _gems_reduction(name, dim)},
         )
         for name, suffix, dim, cases in (
             ("sum", " of rows", -1, {"32768 x 4096": (32768, 4096), "16 x 8388608": (16, 2**23)}),
@@ -403,6 +528,7 @@ WORKLOADS = {
     "reductions.cumsum": Workload(
         lambda *s: (rand(*s),), lambda k, x: k.reductions.cumsum(x, -1), lambda x: torch.cumsum(x, -1),
         {"32768 x 4096": (32768, 4096), "16 x 8388608": (16, 2**23)}, (4, 256), streams(2),
+        peers={"gems": lambda: _gems_reduction("cumsum", -1)},
     ),
     "linear": Workload(
         _linear, lambda k, x, w: k.linear(x, w), F.linear, LINEAR, (4, 64, 64), flops=_products, backward_flops=2.0,

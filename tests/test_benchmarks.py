@@ -120,7 +120,7 @@ def no_gpu(script, monkeypatch):
         def __init__(self, seconds):
             pass
 
-        def turns(self, functions, sleep=0):
+        def turns(self, functions):
             for function in functions.values():
                 function()
             return {name: (2.0, 1.0, 3.0) for name in functions}
@@ -132,7 +132,7 @@ def no_gpu(script, monkeypatch):
 def options(**changes):
     return types.SimpleNamespace(
         **{"variant": None, "providers": ["liger"], "directions": ["forward", "backward", "both"], "seconds": 0,
-           "host": True, **changes}
+           "host": True, "cases": None, **changes}
     )  # fmt: skip
 
 
@@ -164,11 +164,78 @@ def test_sweep_does_not_time_what_is_wrong(kernel, no_gpu, monkeypatch, capsys):
         peers={"broken": lambda: lambda x: x.no_such_thing, "absent": lambda: __import__("no_such_peer")},
     )  # fmt: skip
     monkeypatch.setitem(no_gpu.WORKLOADS, "silu", workload)
-    rows = list(no_gpu.Op("silu", options(providers=["broken", "absent"], host=False)).measure())
+    op = no_gpu.Op("silu", options(providers=["broken", "absent"], host=False))
+    op.compile(until=float("inf"))
+    rows = list(op.measure())
     assert {r["provider"] for r in rows} == {"torch"}
     said = capsys.readouterr().out
     assert "portable-kernels is wrong by 1.0e-01: silu small forward" in said
     assert "broken failed: silu small backward: AttributeError" in said and "absent left out: ModuleNotFound" in said
+
+
+def test_sweep_of_some_cases(kernel, no_gpu, monkeypatch, capsys):
+    """What was not asked for is not made, and a way that there was no time to compile is named."""
+    monkeypatch.setattr(no_gpu, "load", lambda folder: kernel)
+    workload = no_gpu.WORKLOADS["silu"]._replace(
+        cases={"large": (2**40, 2**40), "small": (4, 64), "tall": (64, 4)},
+        peers={"slow": lambda: torch.nn.functional.silu},
+    )
+    monkeypatch.setitem(no_gpu.WORKLOADS, "silu", workload)
+    asked = options(providers=["slow"], host=False, cases=["small", "tall"], directions=["forward"])
+    for until, ways in ((float("inf"), ("portable-kernels", "torch", "slow")), (0, ("portable-kernels", "torch"))):
+        op = no_gpu.Op("silu", asked)
+        op.compile(until)
+        assert [(r["case"], r["provider"]) for r in op.measure()] == [(c, w) for c in ("small", "tall") for w in ways]
+        assert ("slow left out, no time to compile: silu, small, tall" in capsys.readouterr().out) == (until == 0)
+
+
+def test_peers_tune_anew(no_gpu):
+    """Triton's tuners by the trials of sweep.py, and FlagGems' entries, which keep what was chosen before."""
+    triton = pytest.importorskip("triton")
+
+    @triton.autotune([triton.Config({})], key=[])
+    @triton.jit
+    def tuner():
+        pass
+
+    tuner.cache["key"] = "chosen"
+    entry = type("LibEntry", (), {})()
+    entry.kernel_cache = ({"key": "kernel"},)
+    no_gpu.tune(20)
+    assert tuner.cache == {} and entry.kernel_cache == ({},)
+    assert tuner.do_bench.keywords == {"warmup": 5, "rep": 20}
+
+
+def test_sweep_adds_to_an_earlier_run(script):
+    sweep = script("sweep")
+
+    def rows(times, direction="forward"):
+        return [
+            {"op": "silu", "case": case, "direction": direction, "provider": way, "ms": ms}
+            for (case, way), ms in times.items()
+        ]
+
+    then = {("llama3_8b", "torch"): 1.0, ("llama3_8b", "gems"): 2.0, ("llama3_8b", "liger"): 3.0}
+    earlier = {
+        "commit": "a", "ceilings": {"copy_gbps": 1}, "rows": rows(then) + rows({("bert_large", "torch"): 4.0}),
+        "host": {"silu": 1}, "first_call": {"silu": 2},
+    }  # fmt: skip
+    # FlagGems failed this time; Liger was not asked for.
+    now = {("llama3_8b", "portable-kernels"): 5.0, ("llama3_8b", "torch"): 6.0}
+    record = {"commit": "b", "ceilings": {}, "rows": rows(now), "host": {}, "first_call": {}}
+    found = sweep.added(earlier, record, ["gems"])
+    assert [(r["case"], r["provider"], r["ms"], r.get("commit")) for r in found["rows"]] == [
+        ("llama3_8b", "portable-kernels", 5.0, None), ("llama3_8b", "torch", 6.0, None),
+        ("llama3_8b", "liger", 3.0, "a"), ("bert_large", "torch", 4.0, "a"),
+    ]  # fmt: skip
+    assert (found["commit"], found["host_commit"], found["host"], found["ceilings"]) == (
+        "b",
+        "a",
+        {"silu": 1},
+        {"copy_gbps": 1},
+    )
+    again = sweep.added(found, {**record, "commit": "c", "rows": rows(now, "backward")}, ["gems"])
+    assert [r["commit"] for r in again["rows"] if "commit" in r] == ["b", "b", "a", "a"]
 
 
 def test_sweep_needs_a_gpu(no_gpu, monkeypatch, tmp_path):
