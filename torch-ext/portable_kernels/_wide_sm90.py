@@ -18,7 +18,7 @@ from ._gluon import TensorDescriptor, fence_async_shared, gl, gluon, mbarrier, t
 from ._triton import cdiv, next_power_of_2
 
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
-_LAYOUTS = {size: gl.NVMMASharedLayout(0, 8 * size, 2) for size in (2, 4)}
+_LAYOUTS = {size: gl.NVMMASharedLayout(0, 8 * size, 3) for size in (2, 4)}
 _LOWEST = gl.constexpr(torch.finfo(torch.float32).min)
 
 
@@ -53,7 +53,7 @@ def _only(within, x, fill: gl.constexpr = 0.0):
 def _read(slot, fill: gl.constexpr, within, LAYOUT: gl.constexpr):
     """A slot as (R, T, 8): 8 neighbours for each of T threads, R times. `fill` past the row's end."""
     T: gl.constexpr = LAYOUT.threads_per_warp[1] * LAYOUT.warps_per_cta[1]
-    shape: gl.constexpr = [slot.shape[1] // (8 * T), T, 8]
+    shape: gl.constexpr = [slot.shape[1] * slot.shape[2] // (8 * T), T, 8]
     x = slot._reinterpret(slot.dtype, shape, gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])).load(LAYOUT).to(gl.float32)
     return _only(within, x, fill)
 
@@ -185,13 +185,14 @@ def _share(x, g, w, offset, w_ptr, numbers, within, count, KIND: gl.constexpr, B
 @gluon.jit
 def _fill(x_desc, g_desc, x_smem, g_smem, bars, slot, row, M, first_n):
     """Have the columns of a row copied to a slot."""
-    BYTES: gl.constexpr = x_smem.shape[2] * x_desc.dtype.primitive_bitwidth // 8
+    SIZE: gl.constexpr = x_smem.shape[2] * x_smem.shape[3]
+    BYTES: gl.constexpr = SIZE * x_desc.dtype.primitive_bitwidth // 8
     if g_desc is None:
         mbarrier.expect(bars.index(slot), BYTES, pred=row < M)
     else:
-        G_BYTES: gl.constexpr = x_smem.shape[2] * g_desc.dtype.primitive_bitwidth // 8
+        G_BYTES: gl.constexpr = SIZE * g_desc.dtype.primitive_bitwidth // 8
         mbarrier.expect(bars.index(slot), BYTES + G_BYTES, pred=row < M)
-    at = [row.to(gl.int32), first_n]
+    at = [row.to(gl.int32), first_n // x_smem.shape[3], 0]
     tma.async_copy_global_to_shared(x_desc, at, bars.index(slot), x_smem.index(slot), pred=row < M)
     if g_desc is not None:
         tma.async_copy_global_to_shared(g_desc, at, bars.index(slot), g_smem.index(slot), pred=row < M)
@@ -220,10 +221,11 @@ def _wide_kernel_sm90(
     groups = gl.num_programs(0) // slices
     first_n = own * BLOCK_N
 
-    x_smem = gl.allocate_shared_memory(x_desc.dtype, [SLOTS, 1, BLOCK_N], x_desc.layout)
+    PIECE: gl.constexpr = x_desc.block_type.shape[2]
+    x_smem = gl.allocate_shared_memory(x_desc.dtype, [SLOTS, 1, BLOCK_N // PIECE, PIECE], x_desc.layout)
     g_smem = None
     if g_desc is not None:
-        g_smem = gl.allocate_shared_memory(g_desc.dtype, [SLOTS, 1, BLOCK_N], g_desc.layout)
+        g_smem = gl.allocate_shared_memory(g_desc.dtype, [SLOTS, 1, BLOCK_N // PIECE, PIECE], g_desc.layout)
     bars = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(SLOTS):
         mbarrier.init(bars.index(i), count=1)
@@ -419,10 +421,14 @@ def run(
     groups = min(tile.programs * device.multiprocessors // slices, M)
     if not groups:
         return None
+    piece = min(N & -N, 256)  # a copy's box has sides of up to 256, and none of it lies in two rows
     descriptors = [
-        TensorDescriptor(t, [M, N], [s[2] if M > 1 else N, 1], [1, BLOCK_N], _LAYOUTS[t.element_size()])
+        TensorDescriptor(
+            t, [M, N // piece, piece], [s[2] if M > 1 else N, piece, 1], [1, BLOCK_N // piece, piece],
+            _LAYOUTS[t.element_size()],
+        )
         for t, s in ring
-    ]
+    ]  # fmt: skip
     x_at, g_at, ds_at = ((t, s[2] // 8) for t, s in (x, g or (None, (0,) * 4), ds or (None, (0,) * 4)))
     words = torch.zeros((M, slices), dtype=torch.int64, device=y.device)
     dw = stats.new_empty((groups, N)) if need_dw else None
