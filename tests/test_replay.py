@@ -255,6 +255,53 @@ def test_results_are_of_the_same_types(replayed, device, function):
         assert f(x) == first
 
 
+def test_results_lie_as_the_calls_do(replayed, device):
+    """Memory that is given as a view alone is made that way; what else looks at it sees it as it was."""
+
+    def turned(x):
+        y = x.new_empty(3, 4)
+        return y.t()
+
+    def filled(x):
+        y = x.new_empty(3, 4)
+        y.copy_(x)
+        return y.t()
+
+    x = torch.randn(3, 4, device=device)
+    for function in (turned, filled, lambda x: (y := x.new_zeros(3, 4)) is None or (y.t(), y), lambda x: x.t()):
+        f, first = replayed(function), None
+        for _ in range(3):
+            got = f(x)
+            first = got if first is None else first
+            for a, b in zip(got if type(got) is tuple else (got,), first if type(first) is tuple else (first,)):
+                assert a.shape == b.shape and a.stride() == b.stride()
+        assert len(f.calls) == 1 and (function is not filled or torch.equal(f(x), x.t()))
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x, w, b: torch.addmm(b, x, w.t()),
+        lambda x, w, b: x @ w.mT,
+        lambda x, w, b: torch.addmm(b[:3, None], x, w.t()),
+        lambda x, w, b: torch.addmm(b, x, w.t(), beta=2),
+        lambda x, w, b: (w.t() @ x[:, :5].t(), x @ w.t().contiguous()),
+    ],
+)
+def test_products_with_turned_matrices(replayed, device, function):
+    f = replayed(function)
+    for grad in (False, True):
+        for _ in range(3):
+            tensors = [torch.randn(s, device=device, requires_grad=grad) for s in ((3, 5), (5, 5), (5,))]
+            got, expected = (g(*tensors) for g in (f, function))
+            got, expected = ((t if type(t) is tuple else (t,)) for t in (got, expected))
+            assert same(got, expected)
+            if grad:
+                a, b = (torch.autograd.grad(t[0].sum(), tensors, allow_unused=True) for t in (got, expected))
+                assert same([t for t in a if t is not None], [t for t in b if t is not None])
+    assert len(f.calls) == 2
+
+
 def test_draws_anew(replayed, device):
     f = replayed(lambda x: torch.randint(2**40, (4,), device=x.device))
     x = torch.zeros(3, device=device)

@@ -5,6 +5,7 @@ of a kind that keeps coming is watched, and written down as a function of a few 
 kernels, ops of PyTorch. Later ones run that, which takes the host a fifth of the time.
 """
 
+import collections
 import contextlib
 import functools
 import types
@@ -219,6 +220,8 @@ _NAMED = {
     getattr(torch.ops.aten, n).default: getattr(torch, n) for n in ("mm", "addmm", "_scaled_mm") if hasattr(torch, n)
 }
 _NAMED[torch.ops.aten.transpose.int] = torch.transpose
+_TURNS = (torch.ops.aten.t.default, torch.ops.aten.transpose.int)
+_PRODUCTS = {torch.ops.aten.mm.default: 2, torch.ops.aten.addmm.default: 1}  # which F.linear is, and the dims it takes
 _NAMED[torch.ops.aten.copy_.default] = torch.Tensor.copy_
 
 
@@ -245,6 +248,10 @@ class _Watch(TorchDispatchMode):
         self.kept = list(self.tensors.values())
         self.lines = []  # (names made, names used, text, whether it has effects)
         self.roots = {}  # of a view: (name of what it is a view of, bytes from its start)
+        self.allocated = {}  # where in `lines` memory is made, by its name
+        self.laid = {}  # of a view of such memory that lies in all of it in another way: (the view, the memory's name)
+        self.turned = {}  # of a transposed matrix, by its id: the matrix
+        self.asked = collections.Counter()  # how often a name is used other than by its address
         self.learns, self.casts = torch.is_grad_enabled(), _autocast()
         self.learning = []  # (tensor, whether gradients flow into it)
         self.values = {}
@@ -275,15 +282,25 @@ class _Watch(TorchDispatchMode):
         ):
             self.refused = True
             return out
+        if func in _TURNS and out.dim() == 2 and out.stride() == args[0].stride()[::-1]:
+            self.turned[id(out)] = args[0]
         try:
             used = []
-            text = f"{self.value(_NAMED.get(func, func))}({self.arguments(args, kwargs, used)})"
+            called, operands = _NAMED.get(func, func), args
+            if id(args[-1]) in self.turned and not kwargs and args[0].dim() == _PRODUCTS.get(func):
+                called = torch.nn.functional.linear  # which turns the matrix itself, without Python
+                operands = (args[-2], self.turned[id(args[-1])], *args[:-2])
+            text = f"{self.value(called)}({self.arguments(operands, kwargs, used)})"
             made = [self.name(t) for t in outs if id(t) not in self.names]  # an op in place returns what it was given
             if made and str(func).startswith(("aten.empty", "aten.new_empty")):
                 text, used = self.allocation(outs[0]), []
-            if func.is_view and made and len(outs) == 1 and given[0].dtype == out.dtype:
-                root, offset = self.roots.get(self.names[id(given[0])], (self.names[id(given[0])], 0))
+                self.allocated[made[0]] = len(self.lines)
+            if func.is_view and made and len(outs) == 1:
+                base = self.names[id(given[0])]
+                root, offset = self.roots.get(base, (base, 0))
                 self.roots[made[0]] = (root, offset + out.data_ptr() - given[0].data_ptr())
+                if base in self.allocated and out.dtype == given[0].dtype and out.numel() == given[0].numel():
+                    self.laid[made[0]] = (out, base)
             self.note(out, used, text, func._schema.is_mutable or torch.Tag.nondeterministic_seeded in tags or not made)
             learns = learns and self.learns and func is not torch.ops.aten.detach.default
             self.learning += [(t, learns and t.is_floating_point()) for t in outs if self.names[id(t)] in made]
@@ -353,6 +370,7 @@ class _Watch(TorchDispatchMode):
             if id(v) not in self.names:
                 raise _Unknown
             used.append(self.names[id(v)])
+            self.asked[used[-1]] += 1
             return used[-1]
         if isinstance(v, (tuple, list)) and any(isinstance(t, torch.Tensor) for t in v):
             return "[" + ", ".join(self.operand(t, used) for t in v) + "]"
@@ -371,27 +389,41 @@ class _Watch(TorchDispatchMode):
         make = self.value(torch.empty_strided)
         return f"{make}({like}, dtype={self.value(t.dtype)}, device={self.value(t.device)})"
 
-    def launched(self, launch, args, addresses):
-        """`launch` is the text before the kernel's arguments; its values are named already."""
-        used = []
+    def launched(self, launch, args, addresses, fillers=()):
+        """`launch` makes the text of the kernel's arguments, which are text, that of the launch.
+
+        addresses: whether it takes those of tensors in their place.   fillers: what makes of each descriptor, in their
+        order, what the launch takes in its place; where there are none, it takes descriptors.
+        """
+        used, fillers = [], iter(fillers)
         try:
-            given = [self.kernel_argument(a, used, addresses) for a in args]
+            given = [self.kernel_argument(a, used, addresses, fillers) for a in args]
             self.lines.append(((), used, launch(self.value, ", ".join(given)), True))
         except _Unknown:
             self.refused = True
 
-    def kernel_argument(self, a, used, addresses):
+    def address(self, t, used):
+        name = self.names.get(id(t))
+        if name is None:
+            raise _Unknown
+        root, offset = self.roots.get(name, (name, 0))
+        used.append(root)
+        return f"{root}.data_ptr()" + (f" + {self.value(offset)}" if offset else "")
+
+    def kernel_argument(self, a, used, addresses, fillers):
         if isinstance(a, torch.Tensor):
-            name = self.names.get(id(a))
-            if name is None:
+            if addresses:
+                return self.address(a, used)
+            if id(a) not in self.names:
                 raise _Unknown
-            if not addresses:
-                used.append(name)
-                return name
-            root, offset = self.roots.get(name, (name, 0))
-            used.append(root)
-            return f"{root}.data_ptr()" + (f" + {self.value(offset)}" if offset else "")
+            used.append(self.names[id(a)])
+            return used[-1]
         if type(a) in DESCRIPTORS:
+            fill = next(fillers, None)
+            if fill is not None:
+                function, options, rest = fill(a)
+                parts = (self.address(a.base, used), *map(self.value, options))
+                return f"{self.value(function)}({', '.join(parts)}), {', '.join(map(self.value, rest))}"
             fields = {k: v for k, v in vars(a).items() if k != "base"}
             return (
                 f"{self.value(_described)}({self.value(type(a))}, {self.value(fields)}, {self.operand(a.base, used)})"
@@ -413,6 +445,11 @@ class _Watch(TorchDispatchMode):
             text = f"({parts},)" if plain else f"{self.value(type(result))}({parts})"
         else:
             text = self.operand(result, used)
+        for name, (view, memory) in self.laid.items():
+            if self.asked[memory] == 1:  # for the view: memory may as well be made that way
+                lines, i = self.lines, self.allocated[memory]
+                lines[i] = (*lines[i][:2], f"{memory} = {self.allocation(view)}", lines[i][3])
+                lines[:] = [(*e[:2], f"{name} = {memory}", e[3]) if e[0] == [name] else e for e in lines]
         needed, body, kept = set(used), [], {*used, *self.tensors}
         for made, uses, line, effects in reversed(self.lines):
             if effects or needed.intersection(made):
