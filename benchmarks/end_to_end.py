@@ -25,15 +25,14 @@ import turns
 
 ROOT = Path(__file__).resolve().parent.parent
 REPO, OURS = "org/portable-kernels", "portable-kernels"
-ATTENTION = f"{REPO}:flash_attn_func"
-# Each way: its attention, whether this package or Liger is put in, whether it is compiled.
+# Each way: whose attention and whose other ops are put in, and whether it is compiled.
 WAYS = {
-    "torch": ("sdpa", None, False),
-    "liger": ("sdpa", "liger", False),
-    f"{OURS}, torch's attention": ("sdpa", "ours", False),
-    OURS: (ATTENTION, "ours", False),
-    "torch.compile": ("sdpa", None, True),
-    f"{OURS}, torch.compile": (ATTENTION, "ours", True),
+    "torch": ("torch", "torch", False),
+    "liger": ("torch", "liger", False),
+    f"{OURS}, torch's attention": ("torch", "ours", False),
+    OURS: ("ours", "ours", False),
+    "torch.compile": ("torch", "torch", True),
+    f"{OURS}, torch.compile": ("ours", "ours", True),
 }
 DECODER = dict(
     vocab_size=128256, hidden_size=2048, intermediate_size=8192, num_hidden_layers=16, num_attention_heads=32,
@@ -74,49 +73,18 @@ def sentences():
     return [found for text in documents() for found in prose.findall(text)]
 
 
-def patched(model, put_in):
-    if put_in == "liger":
+def patched(model, attention, others):
+    if others == "liger":
         from liger_kernel.transformers import apply_liger_kernel_to_llama
 
         apply_liger_kernel_to_llama(model=model)
-    elif put_in == "ours":
+    elif others == "ours":
         from kernels import get_kernel
 
-        print(get_kernel(REPO, version=1).patching.patch_model(model), file=sys.stderr, flush=True)
-
-
-def attend(model, attention):
-    """Choose the attention by its name. Where this transformers refuses this version of kernels, register it first."""
-    if attention != ATTENTION:
-        return "by name"
-    try:
-        model.set_attn_implementation(ATTENTION, allow_all_kernels=True)
-        return "by name"
-    except (ImportError, ValueError) as error:
-        print(f"registered, since transformers says: {str(error)[:200]}", file=sys.stderr, flush=True)
-    from kernels import get_kernel
-    from transformers import AttentionInterface, AttentionMaskInterface
-    from transformers.masking_utils import flash_attention_mask
-
-    kernel = get_kernel(REPO, version=1)
-
-    def attention_of(module, query, key, value, mask, scaling=None, dropout=0.0, is_causal=None, **_):
-        q, k, v = (t.transpose(1, 2) for t in (query, key, value))
-        causal = module.is_causal if is_causal is None else is_causal
-        if mask is None:
-            return kernel.flash_attn_func(q, k, v, dropout, scaling, causal), None
-        # Padding: each sentence's own tokens, one after another.
-        lengths, at = mask.sum(-1, dtype=torch_of().int32), mask.flatten().nonzero().squeeze(-1)
-        ends = torch_of().nn.functional.pad(lengths.cumsum(0, dtype=torch_of().int32), (1, 0))
-        longest = int(lengths.max())
-        packed = (t.flatten(0, 1)[at] for t in (q, k, v))
-        y = kernel.flash_attn_varlen_func(*packed, ends, ends, longest, longest, dropout, scaling, causal)
-        return q.new_zeros(q.shape).flatten(0, 1).index_copy(0, at, y).view(q.shape), None
-
-    AttentionInterface.register("registered", attention_of)
-    AttentionMaskInterface.register("registered", flash_attention_mask)
-    model.set_attn_implementation("registered")
-    return "registered"
+        patching = get_kernel(REPO, version=1).patching
+        print(patching.patch_model(model), file=sys.stderr, flush=True)
+        if attention == "ours":
+            print(patching.patch_attention(model), file=sys.stderr, flush=True)
 
 
 def torch_of():
@@ -131,7 +99,7 @@ class Decoder:
         from transformers import LlamaConfig, LlamaForCausalLM
 
         self.size, self.device = SIZES[tiny], device
-        attention, put_in, compiled = WAYS[way]
+        attention, others, compiled = WAYS[way]
         config = LlamaConfig(**(DECODER | (TINY | {"num_key_value_heads": 2, "head_dim": 16} if tiny else {})))
         config._attn_implementation = "sdpa"
         torch.manual_seed(0)
@@ -140,8 +108,7 @@ class Decoder:
             self.model = LlamaForCausalLM(config)
             torch.set_default_dtype(torch.float32)
         self.model.config.use_cache = False
-        patched(self.model, put_in)
-        self.attention = attend(self.model, attention)
+        patched(self.model, attention, others)
         self.start = {name: p.detach().to("cpu", copy=True) for name, p in self.model.named_parameters()}
         # The model's own method is compiled, so that train() and eval() reach it.
         self.call = torch.compile(self.model, dynamic=False) if compiled else self.model
@@ -206,14 +173,13 @@ class Encoder:
         from transformers import BertConfig, BertModel
 
         self.size, self.device = SIZES[tiny], device
-        attention, put_in, compiled = WAYS[way]
+        attention, others, compiled = WAYS[way]
         config = BertConfig(**(ENCODER | (TINY if tiny else {})))
         config._attn_implementation = "sdpa"
         torch.manual_seed(0)
         with device:
             self.model = BertModel(config, add_pooling_layer=False).eval().to(torch.bfloat16)
-        patched(self.model, put_in)
-        self.attention = attend(self.model, attention)
+        patched(self.model, attention, others)
         self.call = torch.compile(self.model, dynamic=True) if compiled else self.model
         numbers = numbered(config.vocab_size)
         # Of like lengths together, as sentence-transformers sorts them.
@@ -298,7 +264,7 @@ def child(model, way, tiny):
                 fcntl.flock(lock, fcntl.LOCK_EX)
             runner.warm()
         forget(device)
-        return runner.measure, {"attention": runner.attention, "seconds": time.perf_counter() - began}
+        return runner.measure, {"seconds": time.perf_counter() - began}
 
     turns.take_turn(prepare)
 
@@ -356,11 +322,10 @@ def main():
 
     def heard(worker, line):
         if "ready" in line:
-            worker.attention = line["ready"]["attention"]
             say(worker, "compiled and ready")
         elif "row" in line:
             model, way = worker.name
-            row = {"model": model, "way": way, "attention": worker.attention, **line["row"]}
+            row = {"model": model, "way": way, **line["row"]}
             record["rows"].append(row)
             memory = f", peak {row['peak_mib']:.0f} MiB" if "peak_mib" in row else ""
             say(worker, f"{row['what']} {row['per_s']:.0f}/s{memory}")

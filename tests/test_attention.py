@@ -289,6 +289,14 @@ def test_masks(family, device, shape):
         check(ours, reference, *half, added, dim=None, ulps=8, slack=0.1, enable_gqa=True)
 
 
+def test_masks_of_keys_are_lines(internals, device):
+    """What hides the same keys from all queries is read as a line of a tile, however it came to (B, H, Sq, Sk)."""
+    strides = internals("_attention_fwd").mask_strides
+    assert strides(torch.zeros(2, 1, 1, 50, device=device).expand(2, 4, 37, 50)) == (50, 0, 1)
+    assert strides(torch.zeros(37, 1, device=device).expand(2, 4, 37, 50)) == (0, 0, 1, 0)
+    assert strides(torch.zeros(2, 4, 37, 50, device=device)) == (7400, 1850, 50, 1)
+
+
 def test_lowest_number_as_mask(family, device):
     """As transformers masks padding: a row in which all is masked so is uniform, as it is in torch."""
     q, k, v = (tensor((1, 2, 8, 16), device=device) for _ in range(3))

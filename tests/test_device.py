@@ -161,3 +161,32 @@ def test_precision_of_float32_by_every_setting(kernel, internals, device):
                 kernel.flash_attn_func(*[x.view(1, 8, 1, 8)] * 3, softcap=1.0)
     finally:
         torch.set_float32_matmul_precision(old)
+
+
+def test_descriptors_are_filled_as_triton_fills_them(internals, monkeypatch):
+    """A repeat calls the launcher that Triton's wrapper calls, with what the wrapper makes of the arguments."""
+    module = internals("_device")
+
+    def fill(*args):
+        return ("map", *args)
+
+    utils = SimpleNamespace(fill_tma_descriptor=fill)
+    driver = SimpleNamespace(active=SimpleNamespace(utils=utils))
+    monkeypatch.setattr(module, "triton", SimpleNamespace(runtime=SimpleNamespace(driver=driver)))
+    monkeypatch.setattr(module, "DIRECT", True)
+    meta = {"swizzle": 3, "elem_size": 2, "elem_type": 10, "block_size": [1, 64], "fp4_padded": False}
+    names = {"TMA_DTYPE_DEVICE_TO_HOST": {10: 9}}
+    source = """
+def wrap(launcher, tensordesc_indices, tensordesc_meta):
+    def inner(*args):
+        return launcher, tensordesc_indices, tensordesc_meta, TMA_DTYPE_DEVICE_TO_HOST
+    return inner
+"""
+    exec(source, names)  # noqa: S102
+    descriptor = SimpleNamespace(shape=[8, 64], strides=[64, 1], padding="zero")
+    launcher, (filler,) = module._fillers(names["wrap"](print, {0}, [meta]))
+    function, options, rest = filler(descriptor)
+    assert launcher is print and function is fill
+    assert (*options, *rest) == (3, 2, 9, [1, 64], [8, 64], [64, 1], 0, 8, 64, 64, 1)
+    for run in (names["wrap"](print, {0}, [None]), names["wrap"](print, {0}, [{**meta, "fp4_padded": True}]), print):
+        assert module._fillers(run) == (run, ())

@@ -213,3 +213,126 @@ def test_training(pair, device, pad):
         m.zero_grad()
     for a, b in zip(*grads):
         torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-3)
+
+
+SIZES = dict(vocab_size=VOCABULARY, hidden_size=64, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4)
+PATCHED = {
+    "bert": lambda: transformers.BertModel(transformers.BertConfig(**SIZES), add_pooling_layer=False),
+    "llama": lambda: transformers.LlamaModel(transformers.LlamaConfig(**SMALL)),
+    "mistral": lambda: transformers.MistralModel(transformers.MistralConfig(**SMALL, sliding_window=5)),
+    "t5": lambda: transformers.T5EncoderModel(  # adds a bias of its own to the scores
+        transformers.T5Config(vocab_size=VOCABULARY, d_model=64, d_ff=48, d_kv=16, num_layers=2, num_heads=4)
+    ),
+    "bart": lambda: transformers.BartModel(  # another model's keys too
+        transformers.BartConfig(
+            vocab_size=VOCABULARY, d_model=64, encoder_layers=1, decoder_layers=1, encoder_attention_heads=4,
+            decoder_attention_heads=4, encoder_ffn_dim=48, decoder_ffn_dim=48,
+        )
+    ),
+}  # fmt: skip
+
+
+@pytest.fixture
+def attended(kernel, internals, monkeypatch):
+    """(query, mask) of each call that models make of the attention that patch_attention puts in."""
+    patched, calls = internals("_patched_attention"), []
+
+    def counted(module, query, key, value, mask, *args, **kwargs):
+        calls.append((query, mask))
+        return attention(module, query, key, value, mask, *args, **kwargs)
+
+    attention = patched.attention
+    monkeypatch.setattr(patched, "attention", counted)
+    return calls
+
+
+@pytest.mark.parametrize("model", PATCHED)
+@pytest.mark.parametrize("pad", [False, True])
+def test_patched(kernel, attended, device, model, pad):
+    """What the model gave before, with gradients, and again after."""
+    torch.manual_seed(0)
+    model = PATCHED[model]().to(device).eval()
+    ids, mask = padded(device) if pad else (tokens(2, 9, device=device), None)
+    if pad and model.config.is_encoder_decoder:
+        ids, mask = ids.flip(1), mask.flip(1)
+
+    def run():
+        model.zero_grad()
+        y = model(input_ids=ids, attention_mask=mask).last_hidden_state
+        y = y if mask is None else y * mask[..., None]
+        y.square().sum().backward()
+        return [y.detach(), *(p.grad for p in model.parameters() if p.grad is not None)]
+
+    before = run()
+    report = kernel.patching.patch_attention(model)
+    assert report.replaced and not report.kept
+    found = run()
+    assert len(attended) >= 2
+    kernel.patching.unpatch_model(model)
+    count, after = len(attended), run()
+    assert model.config._attn_implementation == "sdpa" and len(attended) == count
+    for a, b, c in zip(before, found, after):
+        torch.testing.assert_close(b, a, atol=1e-4, rtol=1e-4)
+        assert torch.equal(a, c)
+
+
+def test_padding_alone_is_not_spread(kernel, attended, device):
+    """An encoder's mask is one line of keys a sentence, and whether it hides anything is not asked of the device."""
+    model = PATCHED["bert"]().to(device).eval()
+    kernel.patching.patch_attention(model)
+    asked = []
+
+    class Watch(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            asked.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    ids, mask = padded(device)
+    with torch.no_grad(), Watch():
+        model(input_ids=ids, attention_mask=mask)
+    assert [m.shape for _, m in attended] == [(3, 1, 1, 9)] * 2 and {m.dtype for _, m in attended} == {torch.bool}
+    assert not [name for name in asked if "local_scalar_dense" in name or "nonzero" in name]
+
+
+def test_patched_generate(kernel, attended, device):
+    """Padded prompts over a cache of fixed size."""
+    torch.manual_seed(0)
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SMALL, initializer_range=0.2)).to(device).eval()
+    model.generation_config.eos_token_id = None
+    ids, mask = padded(device)
+    results = []
+    for _ in range(2):
+        options = dict(max_new_tokens=4, do_sample=False, cache_implementation="static", disable_compile=True)
+        results.append(model.generate(ids, attention_mask=mask, **options))
+        kernel.patching.patch_attention(model)
+    assert torch.equal(*results) and len(attended) == 2 * 4
+
+
+def test_patched_compiles_whole(kernel, device, monkeypatch):
+    """One graph for batches of any size, with their padding."""
+    from torch._dynamo.utils import counters
+
+    torch._dynamo.reset(), counters.clear()
+    model = PATCHED["bert"]().to(device).eval()
+    kernel.patching.patch_attention(model)
+    compiled = torch.compile(model, dynamic=True, fullgraph=True, backend="eager")
+    with torch.no_grad():
+        for sizes in ((3, 9), (5, 12), (4, 33)):
+            ids, mask = tokens(*sizes, device=device), torch.ones(sizes, dtype=torch.long, device=device)
+            mask[1, 4:] = 0
+            found, expected = (m(input_ids=ids, attention_mask=mask).last_hidden_state for m in (compiled, model))
+            torch.testing.assert_close(found, expected, **TOLERANCE)
+    assert counters["stats"]["unique_graphs"] == 1
+    torch._dynamo.reset()
+
+
+def test_patched_refuses(kernel, device):
+    model = PATCHED["bert"]()
+    model.set_attn_implementation("eager")
+    assert [k.why for k in kernel.patching.patch_attention(model).kept] == ["its attention is eager, not sdpa"]
+    kept = kernel.patching.patch_attention(torch.nn.Linear(2, 2)).kept
+    assert [k.why for k in kept] == ["its attention is None, not sdpa"]
+    patched = kernel.patching.attention
+    q = torch.zeros(1, 2, 4, 8, device=device)
+    with pytest.raises(NotImplementedError, match="patch_attention: softcap must be None"):
+        patched.attention(model, q, q, q, None, softcap=2.0)

@@ -114,8 +114,11 @@ def scores(
         if slope is not None:
             s -= slope * tl.abs(i + offset - j).to(tl.float32)
     if mask_ptr is not None:
-        at = mask_ptr + i.to(tl.int64) * mask_strides[2] + j.to(tl.int64) * mask_strides[3]
-        m = tl.load(at, mask=(i < Sq) & (j < Sk), other=0)
+        if len(mask_strides) == 3:  # the same for all queries: a line of the tile
+            m = tl.load(mask_ptr + j.to(tl.int64) * mask_strides[2], mask=j < Sk, other=0)
+        else:
+            at = mask_ptr + i.to(tl.int64) * mask_strides[2] + j.to(tl.int64) * mask_strides[3]
+            m = tl.load(at, mask=(i < Sq) & (j < Sk), other=0)
         if mask_ptr.dtype.element_ty == tl.uint8:  # what PyTorch calls bool
             s = tl.where(m != 0, s, float("-inf"))
         else:

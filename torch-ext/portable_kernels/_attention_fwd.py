@@ -309,8 +309,11 @@ def mask_bytes(mask):
 
 
 def mask_strides(mask):
-    """Of a mask that was expanded to (B, H, Sq, Sk)."""
-    return (0, 0, 0, 0) if mask is None else mask.stride()
+    """Of a mask that was expanded to (B, H, Sq, Sk), or (B, H, Sk) where it hides the same keys from all queries."""
+    if mask is None:
+        return (0, 0, 0, 0)
+    step = mask.stride()
+    return step if step[2] else (*step[:2], step[3])
 
 
 def alibi_strides(alibi):

@@ -145,6 +145,30 @@ def remember(key, kernel, compiled, args, options):
     return found
 
 
+def _fillers(run):
+    """(Triton's C launcher, [what gives, of a descriptor, the call that makes what the launcher takes, ...]).
+
+    A launcher of kernels that take descriptors is wrapped in Python that makes them anew, argument by argument.
+    """
+    wrapped = dict(
+        zip(getattr(getattr(run, "__code__", None), "co_freevars", ()), getattr(run, "__closure__", ()) or ())
+    )
+    if not DIRECT or not {"launcher", "tensordesc_meta"} <= wrapped.keys():
+        return run, ()
+    metas = wrapped["tensordesc_meta"].cell_contents
+    if not all(metas) or any(meta["fp4_padded"] for meta in metas):
+        return run, ()
+    fill, dtypes = triton.runtime.driver.active.utils.fill_tma_descriptor, run.__globals__["TMA_DTYPE_DEVICE_TO_HOST"]
+
+    def filler(meta):
+        of_kernel = (meta["swizzle"], meta["elem_size"], dtypes[meta["elem_type"]], meta["block_size"])
+        return lambda d: (
+            fill, (*of_kernel, d.shape, d.strides, int(d.padding == "nan")), (*d.shape, *d.strides)
+        )  # fmt: skip
+
+    return wrapped["launcher"].cell_contents, list(map(filler, metas))
+
+
 def launch(kernel, grid, device: torch.device, args, **options):
     """Launch `kernel` over `grid` with positional `args`, on `device` whichever device is current.
 
@@ -217,13 +241,14 @@ def _watched(found, kernel, grid, device, args, options):
         )
         return
     run, function, before, rest, stream, _ = found
+    run, fillers = _fillers(run)
 
     def text(v, given):
         sizes, before_given, rest_given = (", ".join(map(v, values)) for values in ((*grid, 1, 1)[:3], before, rest))
         rest_given = f", {rest_given}" if rest else ""
         return f"{v(run)}({sizes}, {v(stream)}({device.index}), {v(function)}, {before_given}, {given}{rest_given})"
 
-    watch.launched(text, args, True)
+    watch.launched(text, args, True, fillers)
 
 
 def profiled():

@@ -5,6 +5,7 @@ of a kind that keeps coming is watched, and written down as a function of a few 
 kernels, ops of PyTorch. Later ones run that, which takes the host a fifth of the time.
 """
 
+import collections
 import contextlib
 import functools
 import types
@@ -18,9 +19,10 @@ from ._triton import DESCRIPTORS, INTERPRET
 _TENSORS = frozenset((torch.Tensor, torch.nn.Parameter))
 _VALUES = frozenset((int, float, bool, str, type(None), torch.dtype))
 _LISTS = frozenset((tuple, list))
+_HALVES = frozenset((torch.float16, torch.bfloat16))  # of which products have one precision
 _LIMIT = 4096  # kinds of calls to one function
 _SEEN = 16  # calls of a kind before one is watched, which takes the time of ten: sizes that a model's layers share once
-_REFUSED = object()
+_RECENT = 4  # kinds of calls that are looked for first: a model's layers are of few
 
 
 def _probe(find, missing):
@@ -39,6 +41,7 @@ _autocast = _probe(lambda: torch._C._is_any_autocast_enabled, True)
 _saving = _probe(lambda: torch._C._autograd._top_saved_tensors_default_hooks, None)
 _uncast = _probe(lambda: torch._C._DisableAutocast, contextlib.nullcontext())
 _compiling = torch.compiler.is_compiling
+_guards = getattr(getattr(getattr(torch._C, "_dynamo", None), "guards", None), "TensorGuards", None)
 
 
 def _allocator(kind):
@@ -52,13 +55,18 @@ def replayed(function):
     Only where nothing traces or transforms: all that a call does is then seen by watching it. A call that gradients
     will flow through is repeated too, where its derivative is an op's own or PyTorch's.
     """
-    signatures = {}  # by the types of the arguments: (what tells kinds of calls apart, {kind: the repeat})
+    signatures = {}  # by the types of the arguments: (what tells kinds of calls apart, {kind: (the repeat, its test)})
+    recent = {}  # by the form of the arguments: what was repeated last, [(test, repeat), ...]
 
     @functools.wraps(function)
     def call(*args, **kwargs):
-        if getattr(_device.watching, "within", False) or _compiling() or _dispatch_modes() or _transforms():
+        if _compiling():
             return function(*args, **kwargs)
-        if _jit_tracing():
+        form = (len(args), *kwargs) if kwargs else len(args)
+        for is_alike, repeat in recent.get(form, ()):
+            if is_alike(*args, **kwargs):
+                return function(*args, **kwargs) if _device.profiled() else repeat(*args, **kwargs)
+        if getattr(_device.watching, "within", False) or _dispatch_modes() or _transforms() or _jit_tracing():
             return function(*args, **kwargs)
         signature = (*map(type, args), *kwargs, *map(type, kwargs.values())) if kwargs else tuple(map(type, args))
         known = signatures.get(signature)
@@ -69,7 +77,7 @@ def replayed(function):
         if key is None:
             return function(*args, **kwargs)
         found = known.get(key, 0)
-        if type(found) is int:
+        if type(found) is int:  # how often it came
             if len(known) >= _LIMIT:  # sizes that never repeat
                 known.clear()
             if found < _SEEN and not getattr(_device.watching, "now", False):
@@ -79,17 +87,25 @@ def replayed(function):
                     return function(*args, **kwargs)
                 finally:
                     _device.watching.within = False
-            result, known[key] = _watch(function, args, kwargs)
+            result, repeat = _watch(function, args, kwargs)
+            known[key] = repeat, _test_of(args, kwargs) if repeat else None
             return result
-        if found is _REFUSED or _device.profiled():
+        repeat, is_alike = found
+        if repeat is None or _device.profiled():
             return function(*args, **kwargs)
-        return found(*args, **kwargs)
+        last = recent.get(form, ())
+        if any(is_alike is test for test, _ in last):  # it failed: inference mode, for one, is another state to guards
+            is_alike = _test_of(args, kwargs)
+            known[key] = repeat, is_alike
+        if is_alike is not None:
+            recent[form] = ((is_alike, repeat), *last[: _RECENT - 1])
+        return repeat(*args, **kwargs)
 
     def find(*args):
         """The repeat of a call like this one, which was made before; None where there is none."""
         key_of, known = signatures.get(tuple(map(type, args)), (lambda *_: None, {}))
         found = known.get(key_of(*args))
-        return None if found is _REFUSED or type(found) is int else found
+        return found[0] if type(found) is tuple else None
 
     call.find = find
     # A code object of its own: torch.compile counts recompilations by it, and would give up after eight functions.
@@ -132,6 +148,38 @@ def _key_of(args, kwargs):
     return _written(source, values)
 
 
+def _test_of(args, kwargs):
+    """A function of arguments of this form that tells quickly whether a call is of this one's kind; None if it cannot.
+
+    PyTorch's guards compare types, devices, dtypes, layouts, bits and gradients, and by the dispatcher's keys what
+    traces, transforms, watches or casts, in a fifth of the time that the key takes. They take no tensor twice.
+    """
+    given = [*((f"_{i}", a) for i, a in enumerate(args)), *kwargs.items()]
+    tensors = {name: a for name, a in given if type(a) in _TENSORS}
+    rest = {name: a for name, a in given if name not in tensors}
+    if _guards is None or _autocast() or any(type(a) is list for a in rest.values()):  # a list may change
+        return None
+    values = {
+        "GUARD": _guards(*tensors.values(), dynamic_dims_sizes=None, dynamic_dims_strides=None).check,
+        "AD": torch.autograd.forward_ad, "CURRENT": _device.current, "GRAD": torch.is_grad_enabled,
+        "LEARNS": torch.is_grad_enabled(), "FLOAT32": _device.float32_precision,
+        "PRECISION": _device.float32_precision(), **{f"GIVEN{name}": a for name, a in rest.items()},
+    }  # fmt: skip
+    tests = [f"GUARD({', '.join(tensors)})", "AD._current_level < 0"]
+    tests += [f"not ({' | '.join(f'{t}.data_ptr()' for t in tensors)}) % 16"]
+    tests += [f"CURRENT() == {next(iter(tensors.values())).get_device()}"] * (not INTERPRET)
+    tests += ["GRAD() is LEARNS"] * any(t.requires_grad for t in tensors.values())
+    tests += ["FLOAT32() == PRECISION"] * any(
+        t.is_floating_point() and t.dtype not in _HALVES for t in tensors.values()
+    )
+    for n, a in rest.items():
+        equal = f" or type({n}) is {type(a).__name__} and {n} == GIVEN{n}"
+        tests += [f"({n} is GIVEN{n}{equal * (type(a) in (int, str) or (type(a) is float and a != 0))})"]  # 0.0 == -0.0
+    source = f"def is_alike({', '.join(name for name, _ in given)}):\n    return {' and '.join(tests)}\n"
+    is_alike = _written(source, values)
+    return is_alike if is_alike(*args, **kwargs) else None
+
+
 @functools.lru_cache(4096)
 def _code(source):
     """The code of the function that `source` defines, which torch.compile is not to look into."""
@@ -151,7 +199,7 @@ def _casts(t):
 
 
 def _watch(function, args, kwargs):
-    """(result of the call, the function that repeats it, or _REFUSED)."""
+    """(result of the call, the function that repeats it, or None)."""
     watch = _Watch(args, kwargs)
     _device.watching.by = watch
     try:
@@ -162,7 +210,7 @@ def _watch(function, args, kwargs):
     try:
         return result, watch.written(result)
     except _Unknown:
-        return result, _REFUSED
+        return result, None
 
 
 _OF_DTYPES = (torch.ops.aten.promote_types.default, torch.ops.aten.result_type.Tensor)
@@ -172,6 +220,8 @@ _NAMED = {
     getattr(torch.ops.aten, n).default: getattr(torch, n) for n in ("mm", "addmm", "_scaled_mm") if hasattr(torch, n)
 }
 _NAMED[torch.ops.aten.transpose.int] = torch.transpose
+_TURNS = (torch.ops.aten.t.default, torch.ops.aten.transpose.int)
+_PRODUCTS = {torch.ops.aten.mm.default: 2, torch.ops.aten.addmm.default: 1}  # which F.linear is, and the dims it takes
 _NAMED[torch.ops.aten.copy_.default] = torch.Tensor.copy_
 
 
@@ -198,6 +248,10 @@ class _Watch(TorchDispatchMode):
         self.kept = list(self.tensors.values())
         self.lines = []  # (names made, names used, text, whether it has effects)
         self.roots = {}  # of a view: (name of what it is a view of, bytes from its start)
+        self.allocated = {}  # where in `lines` memory is made, by its name
+        self.laid = {}  # of a view of such memory that lies in all of it in another way: (the view, the memory's name)
+        self.turned = {}  # of a transposed matrix, by its id: the matrix
+        self.asked = collections.Counter()  # how often a name is used other than by its address
         self.learns, self.casts = torch.is_grad_enabled(), _autocast()
         self.learning = []  # (tensor, whether gradients flow into it)
         self.values = {}
@@ -228,15 +282,25 @@ class _Watch(TorchDispatchMode):
         ):
             self.refused = True
             return out
+        if func in _TURNS and out.dim() == 2 and out.stride() == args[0].stride()[::-1]:
+            self.turned[id(out)] = args[0]
         try:
             used = []
-            text = f"{self.value(_NAMED.get(func, func))}({self.arguments(args, kwargs, used)})"
+            called, operands = _NAMED.get(func, func), args
+            if id(args[-1]) in self.turned and not kwargs and args[0].dim() == _PRODUCTS.get(func):
+                called = torch.nn.functional.linear  # which turns the matrix itself, without Python
+                operands = (args[-2], self.turned[id(args[-1])], *args[:-2])
+            text = f"{self.value(called)}({self.arguments(operands, kwargs, used)})"
             made = [self.name(t) for t in outs if id(t) not in self.names]  # an op in place returns what it was given
             if made and str(func).startswith(("aten.empty", "aten.new_empty")):
                 text, used = self.allocation(outs[0]), []
-            if func.is_view and made and len(outs) == 1 and given[0].dtype == out.dtype:
-                root, offset = self.roots.get(self.names[id(given[0])], (self.names[id(given[0])], 0))
+                self.allocated[made[0]] = len(self.lines)
+            if func.is_view and made and len(outs) == 1:
+                base = self.names[id(given[0])]
+                root, offset = self.roots.get(base, (base, 0))
                 self.roots[made[0]] = (root, offset + out.data_ptr() - given[0].data_ptr())
+                if base in self.allocated and out.dtype == given[0].dtype and out.numel() == given[0].numel():
+                    self.laid[made[0]] = (out, base)
             self.note(out, used, text, func._schema.is_mutable or torch.Tag.nondeterministic_seeded in tags or not made)
             learns = learns and self.learns and func is not torch.ops.aten.detach.default
             self.learning += [(t, learns and t.is_floating_point()) for t in outs if self.names[id(t)] in made]
@@ -306,6 +370,7 @@ class _Watch(TorchDispatchMode):
             if id(v) not in self.names:
                 raise _Unknown
             used.append(self.names[id(v)])
+            self.asked[used[-1]] += 1
             return used[-1]
         if isinstance(v, (tuple, list)) and any(isinstance(t, torch.Tensor) for t in v):
             return "[" + ", ".join(self.operand(t, used) for t in v) + "]"
@@ -324,27 +389,41 @@ class _Watch(TorchDispatchMode):
         make = self.value(torch.empty_strided)
         return f"{make}({like}, dtype={self.value(t.dtype)}, device={self.value(t.device)})"
 
-    def launched(self, launch, args, addresses):
-        """`launch` is the text before the kernel's arguments; its values are named already."""
-        used = []
+    def launched(self, launch, args, addresses, fillers=()):
+        """`launch` makes the text of the kernel's arguments, which are text, that of the launch.
+
+        addresses: whether it takes those of tensors in their place.   fillers: what makes of each descriptor, in their
+        order, what the launch takes in its place; where there are none, it takes descriptors.
+        """
+        used, fillers = [], iter(fillers)
         try:
-            given = [self.kernel_argument(a, used, addresses) for a in args]
+            given = [self.kernel_argument(a, used, addresses, fillers) for a in args]
             self.lines.append(((), used, launch(self.value, ", ".join(given)), True))
         except _Unknown:
             self.refused = True
 
-    def kernel_argument(self, a, used, addresses):
+    def address(self, t, used):
+        name = self.names.get(id(t))
+        if name is None:
+            raise _Unknown
+        root, offset = self.roots.get(name, (name, 0))
+        used.append(root)
+        return f"{root}.data_ptr()" + (f" + {self.value(offset)}" if offset else "")
+
+    def kernel_argument(self, a, used, addresses, fillers):
         if isinstance(a, torch.Tensor):
-            name = self.names.get(id(a))
-            if name is None:
+            if addresses:
+                return self.address(a, used)
+            if id(a) not in self.names:
                 raise _Unknown
-            if not addresses:
-                used.append(name)
-                return name
-            root, offset = self.roots.get(name, (name, 0))
-            used.append(root)
-            return f"{root}.data_ptr()" + (f" + {self.value(offset)}" if offset else "")
+            used.append(self.names[id(a)])
+            return used[-1]
         if type(a) in DESCRIPTORS:
+            fill = next(fillers, None)
+            if fill is not None:
+                function, options, rest = fill(a)
+                parts = (self.address(a.base, used), *map(self.value, options))
+                return f"{self.value(function)}({', '.join(parts)}), {', '.join(map(self.value, rest))}"
             fields = {k: v for k, v in vars(a).items() if k != "base"}
             return (
                 f"{self.value(_described)}({self.value(type(a))}, {self.value(fields)}, {self.operand(a.base, used)})"
@@ -366,6 +445,11 @@ class _Watch(TorchDispatchMode):
             text = f"({parts},)" if plain else f"{self.value(type(result))}({parts})"
         else:
             text = self.operand(result, used)
+        for name, (view, memory) in self.laid.items():
+            if self.asked[memory] == 1:  # for the view: memory may as well be made that way
+                lines, i = self.lines, self.allocated[memory]
+                lines[i] = (*lines[i][:2], f"{memory} = {self.allocation(view)}", lines[i][3])
+                lines[:] = [(*e[:2], f"{name} = {memory}", e[3]) if e[0] == [name] else e for e in lines]
         needed, body, kept = set(used), [], {*used, *self.tensors}
         for made, uses, line, effects in reversed(self.lines):
             if effects or needed.intersection(made):

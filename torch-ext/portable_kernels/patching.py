@@ -23,10 +23,12 @@ from typing import NamedTuple, Optional, Union
 import torch
 from torch import nn
 
+from . import _patched_attention as attention
 from . import _patched_forwards as forwards
 from ._patch_trials import KINDS, ROTARY_KINDS, Kind, Unlike, Way, close, likeness, outcome, small_copy, spread_rows
 
-OPS = (*KINDS, "rotary", "loss")
+DEFAULT_OPS = (*KINDS, "rotary", "loss")
+OPS = (*DEFAULT_OPS, "attention")
 _ROTARY = "apply_rotary_pos_emb"
 _FUSED = Way("linear_cross_entropy", "in training the logits are not formed, and are None", forwards.CausalLM.forward)
 
@@ -91,8 +93,8 @@ def patch_model(
 
     Args:
         model: of transformers, diffusers, or any other; on any device, trained or not.
-        ops: some of "mlp", "rms_norm", "rms_norm_gated", "layer_norm", "group_norm", "activations", "rotary", "loss";
-            None: all. The part functions below do one each, and say what is special about it.
+        ops: some of "mlp", "rms_norm", "rms_norm_gated", "layer_norm", "group_norm", "activations", "rotary", "loss",
+            "attention"; None: all but the last. The part functions below do one each, and say what is special about it.
         self_check: also run one module of each kind that was replaced, with its own weights, on its device, against
             its own forward.
     Returns:
@@ -103,7 +105,7 @@ def patch_model(
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"patch_model: model must be a torch.nn.Module, got {type(model).__name__}")
-    chosen = OPS if ops is None else (ops,) if isinstance(ops, str) else tuple(ops)
+    chosen = DEFAULT_OPS if ops is None else (ops,) if isinstance(ops, str) else tuple(ops)
     for op in chosen:
         if op not in OPS:
             raise ValueError(f"patch_model: ops must be of {', '.join(map(repr, OPS))}, got {op!r}")
@@ -113,6 +115,8 @@ def patch_model(
         _patch_rotary(model, report)
     if "loss" in chosen:
         _patch_loss(model, report)
+    if "attention" in chosen:
+        _patch_attention(model, report)
     if self_check:
         _self_check(model, report)
     return report
@@ -160,6 +164,17 @@ def patch_loss(model: nn.Module) -> PatchReport:
     adapted, quantised or hooked, the loss is measured on the logits in their own dtype, without the float32 copy.
     """
     return patch_model(model, "loss")
+
+
+def patch_attention(model: nn.Module) -> PatchReport:
+    """Replace PyTorch's attention in models of transformers: encoders' padding is masked in the kernel.
+
+    It is for models whose attention is "sdpa", and gets the masks that this gets. Attention by name (see the guide)
+    gathers the rows that are no padding first, and waits for the device to count them, which costs a small model more
+    than its attention; it serves long padded prompts of decoders, caches in pages, soft caps and sinks. The config
+    holds the attention's name: a pickle of the model is to be read where this was called before.
+    """
+    return patch_model(model, "attention")
 
 
 def unpatch_model(model: nn.Module) -> None:
@@ -285,6 +300,15 @@ def _patch_loss(model, report):
             report.kept.append(Kept(name, cls, f"as to cross_entropy: {why}"))
 
 
+def _patch_attention(model, report):
+    found = attention.use(model)
+    for name, module in found:
+        report._add(name, module, "scaled_dot_product_attention", "with the mask of PyTorch's, or of padding alone")
+    if not found:
+        kept = getattr(getattr(model, "config", None), "_attn_implementation", None)
+        report.kept.append(Kept("", type(model).__name__, f"its attention is {kept}, not sdpa"))
+
+
 def _causal(original):
     """None where the loss function is that of causal language models, else why not."""
 
@@ -355,6 +379,7 @@ def _agrees(original, ours, trial):
 
 def _restore(modules, model, files):
     for module in modules:
+        attention.switch(module, attention.NAME, "sdpa")
         _restore_forward(module)
         if isinstance(vars(module).get("_loss_function"), forwards.CausalLoss):
             del module._loss_function
