@@ -96,6 +96,16 @@ THEN = dict.fromkeys(("stride", "tiles"), ["tests/test_every_op.py::test_awkward
 EQUIVALENT = {  # (file, fault, text of the line): why no test can see it broken, here
     (
         "_pointwise",
+        "offset",
+        "mask = inside(offs_m, M, cols, 2 * tl.cast(N, tl.int64), tiles_n)",
+    ): "rows of more than 2^30 pairs: test_pairs_beyond_32_bits, on a GPU",
+    (
+        "_reductions",
+        "offset",
+        "offs_n = tl.cast(step, tl.int64) * BLOCK_N",
+    ): "rows of more than 2^31 numbers: test_far_rows, on a GPU",
+    (
+        "_pointwise",
         "fill",
         "return first, tl.load(at(second_ptr, second_strides, a, b, offs_m, offs_n), mask=mask, other=0.0)",
     ): "a lane that is not stored",
@@ -104,11 +114,14 @@ EQUIVALENT = {  # (file, fault, text of the line): why no test can see it broken
         "offset",
         "return a, b, offs_m, tl.cast(pid % tiles_n, tl.int64) * BLOCK_N",
     ): "rows of more than 2^31 numbers: test_beyond_32_bits, on a GPU",
-    (
-        "_rotary",
-        "fill",
-        "cos_1 = tl.load(cos_row + first * cos_strides[3], mask=mask, other=0.0).to(COMPUTE)",
-    ): "a pair that is loaded as zeros and not stored, or one whose position the table lacks, which gives NaN",
+    **{
+        (
+            "_rotary",
+            "fill",
+            f"{name} = tl.load({name[:3]}_row + {member} * {name[:3]}_strides[3], mask=mask, other=0.0).to(COMPUTE)",
+        ): "a pair that is loaded as zeros and not stored, or one whose position the table lacks, which gives NaN"
+        for name, member in (("cos_1", "first"), ("sin_1", "first"), ("cos_2", "second"), ("sin_2", "second"))
+    },
     (
         "distillation",
         "fill",
@@ -401,6 +414,12 @@ class Slots:
         to.close()
         self.running.append(Run(what, process, found, slot, stem, was, time.time()))
 
+    def close(self):
+        for one in self.running:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(one.process.pid, signal.SIGKILL)
+        shutil.rmtree(self.folder, ignore_errors=True)
+
     def write(self, slot, stem, text):
         """Give the file `stem` that text; returns the text that it had."""
         was = ""
@@ -490,6 +509,7 @@ def main():
     reach = {}  # {test: the kernels that it comes to}
     passing, failing = set(), set()  # of the tests that noticed a fault: those that pass without it, and the others
     slots = Slots(options.jobs)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped"))
     hopper = ["-khopper or sm90"] * options.gpu
 
     def each(names):
@@ -531,7 +551,7 @@ def main():
                 break
             print(f"these fail without a fault too, and are left out: {', '.join(sorted(failing))}", flush=True)
     finally:
-        shutil.rmtree(slots.folder, ignore_errors=True)
+        slots.close()
     missed = [name for name, test in results.items() if not test]
     print(f"\n{len(results)} faults, {len(missed)} not noticed")
     for name in missed:
