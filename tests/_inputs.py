@@ -59,6 +59,25 @@ def relaid(t, layout):
     return t.new_full(sizes, torch.nan if t.is_floating_point() else 0)[place].copy_(t)
 
 
+def apart(t, shape):
+    """The values of t, whose first dimension becomes dimensions of that shape, none of which lies beside another."""
+    space = t.new_full([n + 2 for n in shape] + list(t.shape[1:]), torch.nan if t.is_floating_point() else 0)
+    return space[tuple(slice(1, n + 1) for n in shape)].copy_(t.unflatten(0, shape))
+
+
+def amid(empty):
+    """A torch.empty beside whose memory lies NaN."""
+
+    def make(*shape, **options):
+        shape = torch.Size(shape[0] if len(shape) == 1 and not isinstance(shape[0], int) else shape)
+        space = empty(shape.numel() + 256, **options)
+        if space.is_floating_point():
+            space.fill_(torch.nan)
+        return space[128 : 128 + shape.numel()].view(shape)
+
+    return make
+
+
 def vast(size, device, folder, dtype=torch.bfloat16):
     """Memory of which little is touched: of a GPU, or of a file that takes no room until it is written to."""
     if device.type == "cpu":

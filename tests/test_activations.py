@@ -233,6 +233,9 @@ def test_beyond_32_bits(kernel, device):
     x = torch.zeros(2**31 + 5000, dtype=torch.bfloat16, device=device)
     x[-4000:] = tensor((4000,), torch.bfloat16, device)
     assert_close(kernel.silu(x)[-4000:], F.silu(x[-4000:].double()))
+    rows = x.new_zeros((2, 2**31 + 5016))[:, :-16]  # of more numbers each
+    rows[1, -4000:] = x[-4000:]
+    assert torch.equal(kernel.silu(rows)[1, -4000:], kernel.silu(x[-4000:]))
     wide = x.as_strided((3, 64), (2**30, 7))
     wide.copy_(tensor((3, 64), torch.bfloat16, device))
     assert_close(kernel.silu(wide), F.silu(wide.double()))

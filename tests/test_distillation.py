@@ -1,7 +1,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from _inputs import LAYOUTS, tensor
+from _inputs import LAYOUTS, apart, tensor
 from _numerics import DTYPES, ULPS, assert_close, evaluate
 
 NAN, INF = float("nan"), float("inf")
@@ -84,6 +84,12 @@ def test_strides(family, device, layout, shape):
     dloss = tensor(shape[:-1], torch.float32, device, layout)
     check(family.distillation_kl, family.distillation_kl_reference, x, teacher, grads=[dloss], reduction="none")
     check(family.distillation_jsd, family.distillation_jsd_reference, teacher, x, grads=[dloss], reduction="none")
+
+
+def test_labels_that_lie_apart(family, device):
+    x, teacher = (tensor((2, 3, 4, 36), torch.float32, device) for _ in range(2))
+    labels = apart(torch.arange(24).where(torch.rand(24) < 0.5, -100).to(device), (2, 3, 4))
+    check(family.distillation_jsd, family.distillation_jsd_reference, x, teacher, labels=labels)
 
 
 def test_permuted_dimensions(family, device):

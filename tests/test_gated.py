@@ -228,6 +228,16 @@ def test_special_values(kernel, device):
             assert_close(dx, dexpected, name=f"gradient of {name} {options}")
 
 
+def test_pairs_beyond_32_bits(kernel, device):
+    if device.type == "cpu":
+        pytest.skip("8 GB of values")
+    x = torch.zeros((2, 2**31 + 5016), dtype=torch.bfloat16, device=device)[:, :-16]
+    x[1, -4000:] = tensor((4000,), torch.bfloat16, device)
+    near = x[1:, -4000:].contiguous()
+    far = kernel.gated(x, "silu", interleaved=True)[1:, -2000:]
+    assert torch.equal(far, kernel.gated(near, "silu", interleaved=True))
+
+
 def test_bad_input(kernel, device):
     x = tensor((4, 8), torch.float32, device)
     cases = [

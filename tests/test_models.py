@@ -356,16 +356,48 @@ def kernelized(model, device, mode):
         return kernelize(model, mode=mode, device=kind, use_fallback=False)
 
 
+def rounded(gradients, oracle):
+    """The root mean square error of all gradients, in ulps of each one's own root mean square."""
+    shares = []
+    for key, o in oracle.items():
+        if o.abs().max() > rounding(oracle):  # the gradient of the bias of attention's keys is 0
+            error = (gradients[key].double().cpu() - o.cpu()).square().mean() / o.cpu().square().mean()
+            shares.append(error.item() / torch.finfo(torch.float32).eps ** 2)
+    return (sum(shares) / len(shares)) ** 0.5
+
+
+def rounding(gradients):
+    """What is left of the largest where terms cancel."""
+    return torch.finfo(torch.float32).eps * max(g.abs().max().item() for g in gradients.values())
+
+
 def hold(name, mine, theirs, oracle):
-    """No further from float64 than the policy allows, plus what the untouched model is off itself."""
-    for a, b, o in zip(mine[:2], theirs[:2], oracle[:2]):
-        assert_close(a, o, dim=None, slack=(b.double() - o).abs().max().item(), name=name)
-    assert mine[2].keys() == theirs[2].keys() == oracle[2].keys()
-    # Of the bias of attention's keys the gradient is 0, and what is left of it rounding of the others'.
-    rounding = torch.finfo(torch.float32).eps * max(g.abs().max().item() for g in oracle[2].values())
+    """No further from float64 than the policy allows, plus what the untouched model is off itself, in any of `theirs`.
+
+    Single elements of a gradient, which has come through all layers, are off by 71 ulps in PyTorch alone, and others
+    each time that sums are ordered otherwise (four decoders, six seeds, an H200; with these kernels 73): 128 each, as
+    in test_patching.py. Together they tell: there 0.59 to 1.07 of the largest of PyTorch's ways, which differ by 1.55.
+    """
+    for i in (0, 1):
+        slack = (theirs[0][i].double() - oracle[i]).abs().max().item()
+        assert_close(mine[i], oracle[i], dim=None, slack=slack, name=name)
+    assert mine[2].keys() == theirs[0][2].keys() == oracle[2].keys()
     for key, o in oracle[2].items():
-        slack = (theirs[2][key].double() - o).abs().max().item() + rounding
-        assert_close(mine[2][key], o, dim=None, slack=slack, name=f"{name}, gradient of {key}")
+        assert_close(mine[2][key], o, dim=None, ulps=128, slack=rounding(oracle[2]), name=f"{name}, gradient of {key}")
+    ours, known = rounded(mine[2], oracle[2]), [rounded(t[2], oracle[2]) for t in theirs]
+    assert ours <= 1.5 * max(known), f"{name}: gradients are off by {ours:.2f} ulps, PyTorch's by {known}"
+
+
+def ways(model, inputs):
+    """The untouched model's step in the ways that PyTorch has: with its own attention or plain, here or on the CPU."""
+    found = [step(copy.deepcopy(model), inputs)]
+    if hasattr(model, "set_attn_implementation"):
+        plain = copy.deepcopy(model)
+        plain.set_attn_implementation("eager")
+        found.append(step(plain, inputs))
+    if next(model.parameters()).device.type != "cpu":
+        found.append(step(copy.deepcopy(model).cpu(), {k: v.cpu() for k, v in inputs.items()}))
+    return found
 
 
 def built(name, device):
@@ -383,7 +415,7 @@ def test_model(kernel, device, name, name_classes, restored):
 
     # All that is asked of the untouched model comes first: functions are replaced for every model of a family.
     oracle = step(copy.deepcopy(model).double(), widened(inputs))
-    theirs = step(copy.deepcopy(model), inputs)
+    theirs = ways(model, inputs)
     their_losses = losses(copy.deepcopy(model), inputs, steps)
     if case.decoder:
         prompt = dict(input_ids=inputs["input_ids"][:, :4], max_new_tokens=3 if INTERPRETED else 6, do_sample=False)

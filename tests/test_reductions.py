@@ -1,6 +1,6 @@
 import pytest
 import torch
-from _inputs import LAYOUTS, tensor, vast
+from _inputs import LAYOUTS, amid, tensor, vast
 from _numerics import DTYPES, assert_close, check
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, of the NaN and inf that are meant
@@ -127,6 +127,13 @@ def test_widths_of_indices_and_scans(family, device, N):
     x = tensor(x.shape, torch.float32, device)
     # The interpreter adds a tile up in one long chain, whose error is that of 4096 additions.
     check(lambda x: family.cumsum(x, 1), lambda x: x.cumsum(1), x, ulps=64)
+
+
+def test_scans_of_three_splits(family, device, monkeypatch):
+    """A program adds the sums of those before it, or after, and not what lies beside those."""
+    monkeypatch.setattr(torch, "empty", amid(torch.empty))
+    x = tensor((1, 24476), torch.float32, device)
+    check(lambda x: family.cumsum(x, 1), lambda x: x.cumsum(1), x, ulps=64)  # as above
 
 
 @pytest.mark.parametrize("name", ["norm inf", "std"])

@@ -386,6 +386,20 @@ def test_norm_widths(qk_norm_rotary, family, device, D, R):
     )  # fmt: skip
 
 
+def test_norm_of_many_tokens(qk_norm_rotary, family, device):
+    """More tiles than programs that sum the weight's gradient."""
+    q, w, (cos, sin) = (
+        heads(1, 1, 40, 512, device=device),
+        tensor((512,), device=device),
+        tables((1, 40, 512), device=device),
+    )
+    check(
+        lambda q, w: qk_norm_rotary(q, None, w, None, cos, sin)[0],
+        lambda q, w: family.qk_norm_rotary_reference(q, None, w, None, cos.cpu(), sin.cpu())[0],
+        q, w,
+    )  # fmt: skip
+
+
 @pytest.mark.parametrize("casting", ["before_weight", "after_weight"])
 def test_norm_is_the_two_calls(qk_norm_rotary, apply, kernel, device, casting):
     q, k = heads(2, 4, 8, 64, torch.bfloat16, device), heads(2, 2, 8, 64, torch.bfloat16, device)

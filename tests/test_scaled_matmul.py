@@ -286,7 +286,7 @@ def test_empty(kernel, device, M, N, K):
 
 @pytest.mark.parametrize("layout", ["contiguous", "transposed", "rows_sliced", "columns_sliced", "expanded", "offset"])
 def test_strides(kernel, family, device, layout):
-    a, b = (tensor(s, torch.float32, "cpu", layout) for s in ((40, 100), (50, 100)))
+    a, b = (tensor(s, torch.float32, "cpu", layout) for s in ((40, 200), (50, 200)))
 
     def cast(t):  # as t lies in memory
         return t.as_strided((t.untyped_storage().nbytes() // 4,), (1,), 0).to(E4M3).to(device).as_strided(

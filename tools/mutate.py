@@ -61,18 +61,23 @@ FAULTS = {  # name: what to find in a line, what to put there
     "scale of what is kept": (r" \* scale\b", ""),
 }
 FAULTS_SM90 = {  # of kernels that run on a GPU alone: nothing that could make it wait for ever
-    **{n: FAULTS[n] for n in ("offset", "eps", "maximum", "operand in 16 bits")},
+    **{n: FAULTS[n] for n in ("offset", "mean", "eps")},
+    "fill of a maximum": (r'else float\("-inf"\)', "else 0.0"),
+    "mask": (r"offs_n < N\b", "offs_n < N - 1"),
+    "maximum": (r"^(?!.*(?:next_smem|\* scale))(.*)gl\.max\(", r"\1gl.min("),
+    "count": (r"gl\.minimum\(N - [^,]+, ", "gl.minimum(N, "),  # the columns of the last program
     "column": (r"(\[[^\[\]]*,[^\[\]]*,[^,\[\]]+), 0\]", r"\1, 8]"),  # of a tile that is copied
     "step": (r"(\[pid_\w \* BLOCK_\w), k\]", r"\1, 0]"),
-    "rows": (r"\b(rows|row|i|at_m|at_n|columns) < (Sq|M|N)\b", r"\1 < \2 - 1"),
+    "rows": (r"^(?!.*pred=)(.*)\b(rows|row|i|at_m|at_n|columns) < (Sq|M|N)\b", r"\1\2 < \3 - 1"),
     "last key": (r"\(Sk - 1\)", "Sk"),
     "stride": (r" \* (\w*strides\[\d\]|stride_\w+)", ""),
-    "scale": (r"^(?!.*max\()(.*) \* (scale(_[mn])?|share|fade|\(scale_m \* scale_n\)|out_scale)\b", r"\1"),
+    "scale": (r"^(?!.*max\()(.*) \* (scale(_[mn])?|share|fade|rstd|\(scale_m \* scale_n\)|out_scale)\b", r"\1"),
     "sum in 16 bits": (
-        r"^(\s+)(acc\d?|total|delta) = (?!tiles)(.* [+*] .*)$",
-        r"\1\2 = (\3).to(gl.float16).to(gl.float32)",
+        r"^(\s+(?:acc\d?|total|d[wb]) \+?= )(?!tiles|gl\.zeros)(.+ [+*] .+)$",
+        r"\1(\2).to(gl.float16).to(gl.float32)",
     ),
-    "sign": (r"p \* \(dp - ", "p * (dp + "),
+    "operand in 16 bits": (r"\.to\(([gt]l)\.float32\)$", r".to(\1.float16).to(\1.float32)"),
+    "sign": (r"(dp|g|xhat\)?) - (?=_row|total|xhat)", r"\1 + "),
     "base": (r" \* (LN2|LOG2E)\b", ""),
 }
 TESTS = {  # files whose tests are not named after them
@@ -86,8 +91,47 @@ TESTS = {  # files whose tests are not named after them
     "_attention_fwd_sm90": "attention_plans",
     "_attention_bwd_sm90": "attention_plans", "_scaled_matmul_sm90": "scaled_matmul", "_norms_sm90": "rms_norm",
 }  # fmt: skip
-ALSO = {"offset": "tests/test_every_op.py::test_strides_past_32_bits"}  # by fault: more tests, first
+FIRST = {"offset": ["tests/test_every_op.py::test_strides_past_32_bits"]}  # by fault: tests besides the file's own
+THEN = dict.fromkeys(("stride", "tiles"), ["tests/test_every_op.py::test_awkward_rows"])
 EQUIVALENT = {  # (file, fault, text of the line): why no test can see it broken, here
+    (
+        "_pointwise",
+        "offset",
+        "mask = inside(offs_m, M, cols, 2 * tl.cast(N, tl.int64), tiles_n)",
+    ): "rows of more than 2^30 pairs: test_pairs_beyond_32_bits, on a GPU",
+    (
+        "_reductions",
+        "offset",
+        "offs_n = tl.cast(step, tl.int64) * BLOCK_N",
+    ): "rows of more than 2^31 numbers: test_far_rows, on a GPU",
+    (
+        "_pointwise",
+        "fill",
+        "return first, tl.load(at(second_ptr, second_strides, a, b, offs_m, offs_n), mask=mask, other=0.0)",
+    ): "a lane that is not stored",
+    (
+        "_pointwise",
+        "offset",
+        "return a, b, offs_m, tl.cast(pid % tiles_n, tl.int64) * BLOCK_N",
+    ): "rows of more than 2^31 numbers: test_beyond_32_bits, on a GPU",
+    **{
+        (
+            "_rotary",
+            "fill",
+            f"{name} = tl.load({name[:3]}_row + {member} * {name[:3]}_strides[3], mask=mask, other=0.0).to(COMPUTE)",
+        ): "a pair that is loaded as zeros and not stored, or one whose position the table lacks, which gives NaN"
+        for name, member in (("cos_1", "first"), ("sin_1", "first"), ("cos_2", "second"), ("sin_2", "second"))
+    },
+    (
+        "distillation",
+        "fill",
+        "g = tl.load(g, mask=counted, other=0.0).to(COMPUTE) * factor",
+    ): "an ignored row, whose probabilities are all 0",
+    (
+        "_linear_cross_entropy",
+        "fill of a maximum",
+        'x = tl.load(x_ptr + cols, mask=mask, other=float("-inf")).to(COMPUTE)',
+    ): "logits that are masked again, of lanes that are not stored",
     (
         "activations",
         "fill",
@@ -215,6 +259,7 @@ EQUIVALENT = {  # (file, fault, text of the line): why no test can see it broken
     ): "scaled logits, which are masked again",
 }
 CRASHED = "the process of the tests crashed, or hung"
+UNABLE = 77  # the status of one that cannot run tests at all
 LAST = re.compile(r"reference_is|compile|opcheck|export|transforms|vmap|gradcheck|bad_|_plan|second_order")
 
 
@@ -278,13 +323,13 @@ class Watch:
     def pytest_collection_modifyitems(self, items):
         if self.kernel is None:
             return
-        seen, order = Counter(), {}
+        seen, order, files = Counter(), {}, list(dict.fromkeys(item.path for item in items))
         for item in items:  # what noticed others first, then a case of each test, then the second of each
             test, name = item.nodeid, item.originalname
             reached = self.kernel in self.reach[test] if test in self.reach else None
             if reached is not False and test not in self.failing:
-                late = 0 if item.path.name == "test_every_op.py" else 2 if LAST.search(name) else 1
-                order[item] = (-self.noticed[test], not reached, late, seen[name])
+                late = files.index(item.path), bool(LAST.search(name)), seen[name]
+                order[item] = (-self.noticed[test], not reached, *late)
                 seen[name] += 1
         items[:] = sorted(order, key=order.get)
 
@@ -325,9 +370,12 @@ def run_tests(found, folder, kernels, tests, watch):
         os.dup2(nowhere, stream)
     os.chdir(folder)
     os.environ["LOCAL_KERNELS"] = kernels
-    import pytest
+    try:
+        import pytest
 
-    watch.kernels()
+        watch.kernels()
+    except BaseException:
+        os._exit(UNABLE)
     off = [f"-pno:{plugin}" for plugin in ("cacheprovider", "xdist", "faulthandler")]
     status = pytest.main(["-q", "--tb=no", *off, *tests], plugins=[watch])
     found.send((watch.failed, int(status), watch.reached))
@@ -366,6 +414,12 @@ class Slots:
         to.close()
         self.running.append(Run(what, process, found, slot, stem, was, time.time()))
 
+    def close(self):
+        for one in self.running:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(one.process.pid, signal.SIGKILL)
+        shutil.rmtree(self.folder, ignore_errors=True)
+
     def write(self, slot, stem, text):
         """Give the file `stem` that text; returns the text that it had."""
         was = ""
@@ -389,6 +443,8 @@ class Slots:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(one.process.pid, signal.SIGKILL)
             one.process.join()
+            if one.process.exitcode == UNABLE or (status not in (None, 0, 1, 5) and not failed):
+                sys.exit(f"{one.what}: the tests do not run; pytest ended with {status}")
             self.write(one.slot, one.stem, one.was)
             self.free.append(one.slot)
             yield one.what, failed, status, reached, time.time() - one.start
@@ -404,11 +460,12 @@ def chosen_places(options):
             continue
         lines, seen = path.read_text().splitlines(), set()
         for fault, kernel, number, broken in places(path, FAULTS_SM90 if options.gpu else FAULTS):
-            if (not options.faults or fault in options.faults) and (options.all or (kernel, fault) not in seen):
-                seen.add((kernel, fault))
+            once = fault, options.gpu and kernel  # kernels for one GPU are few
+            if (not options.faults or fault in options.faults) and (options.all or once not in seen):
+                seen.add(once)
                 text = "\n".join([*lines[:number], broken, *lines[number + 1 :]]) + "\n"
-                tests = [*([ALSO[fault]] if fault in ALSO else []), *tests_of(path.stem)]
-                at = path.stem, "" if options.gpu else kernel  # a GPU tells of those that are launched alone
+                tests = [*FIRST.get(fault, []), *tests_of(path.stem), *THEN.get(fault, [])]
+                at = path.stem, "" if options.gpu else kernel  # launches tell of no functions that a kernel calls
                 place = Place(path.stem, at, fault, lines[number], broken, text, tests)
                 chosen.append((f"{path.stem}:{number + 1} {fault}", place))
     if options.some:  # of every fault in turn
@@ -452,7 +509,8 @@ def main():
     reach = {}  # {test: the kernels that it comes to}
     passing, failing = set(), set()  # of the tests that noticed a fault: those that pass without it, and the others
     slots = Slots(options.jobs)
-    hopper = ["-khopper"] * options.gpu
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped"))
+    hopper = ["-khopper or sm90"] * options.gpu
 
     def each(names):
         """Break them in turn, and ask what is known by then to come there first."""
@@ -472,8 +530,7 @@ def main():
         while True:
             for name, failed, status, reached, seconds in each(waiting):
                 reach.update({test: kernels for test, kernels in reached.items() if test not in reach})
-                caught = {0: None, 5: None, None: CRASHED}.get(status, f"pytest ended with {status}")
-                results[name] = caught = failed[0] if failed else caught
+                results[name] = caught = failed[0] if failed else CRASHED if status is None else None
                 print(f"{name}: {caught or 'NOT NOTICED'} ({seconds:.0f} s)", flush=True)
                 if options.json:
                     with options.json.open("a") as file:
@@ -494,7 +551,7 @@ def main():
                 break
             print(f"these fail without a fault too, and are left out: {', '.join(sorted(failing))}", flush=True)
     finally:
-        shutil.rmtree(slots.folder, ignore_errors=True)
+        slots.close()
     missed = [name for name, test in results.items() if not test]
     print(f"\n{len(results)} faults, {len(missed)} not noticed")
     for name in missed:
