@@ -3,7 +3,7 @@
 import pytest
 import torch
 from _inputs import tensor
-from _numerics import check
+from _numerics import assert_close, check
 
 H200 = dict(multiprocessors=132, threads=2048, registers=65536, shared=233472)  # of a multiprocessor, the last three
 OPS = {  # name: (tensors besides x and weights, how many weights, how it is called)
@@ -189,6 +189,32 @@ def test_rows_further_apart(kernel, internals, device, on_hopper, taken):
         x = whole[start:, start : start + 131072]  # of other shapes: a call like one before would be repeated unseen
         check(lambda t: kernel.softmax(t, -1), lambda t: torch.nn.functional.softmax(t, -1), x)
         assert len(taken) == (3 if count else 1)  # the gradient's operands are contiguous
+
+
+@pytest.mark.parametrize("op", ["softmax", "rms_norm", "add_layer_norm"])
+def test_far_rows(kernel, internals, device, on_hopper, taken, op):
+    """Past 2^31 elements: the last rows, and the sums over all rows that they alone are in."""
+    M, N = 16500, 131072
+    extra, weights, call = OPS[op]
+    rows = [torch.zeros(M, N, dtype=torch.bfloat16, device=device) for _ in range(1 + extra)]
+    for t in rows:
+        t[-3:] = tensor((3, N), torch.bfloat16, device)
+    params = [tensor((N,), torch.bfloat16, device) for _ in range(weights)]
+    grads = torch.zeros(M, N, dtype=torch.bfloat16, device=device)
+    grads[-3:] = tensor((3, N), torch.bfloat16, device)
+    leaves = [t.requires_grad_() for t in (*rows, *params)]
+    y = call(kernel, *leaves)
+    y = y[0] if isinstance(y, tuple) else y
+    found = torch.autograd.grad(y, leaves, grads)
+    assert [back for _, back in taken] == [False, True]
+    wide = [t.detach()[-3:].cpu().double().requires_grad_() for t in rows]
+    wide += [t.detach().cpu().double().requires_grad_() for t in params]
+    expected = reference_of(internals, op)(*wide)
+    expected = expected[0] if isinstance(expected, tuple) else expected
+    assert_close(y[-3:], expected)
+    exact = torch.autograd.grad(expected, wide, grads[-3:].cpu().double())
+    for i, (actual, e) in enumerate(zip(found, exact)):
+        assert_close(actual[-3:] if i <= extra else actual, e, dim=-1 if i <= extra else None)
 
 
 @pytest.mark.parametrize("op", [op for op in OPS if op != "log_softmax"])
