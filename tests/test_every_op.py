@@ -411,6 +411,28 @@ def test_awkward_rows(call, internals, monkeypatch):
                 near(a.reshape(b.shape), b)
 
 
+MODULATED = ["modulated_rms_norm"]  # PROOF=1, or a GPU: all
+
+
+@pytest.mark.parametrize(
+    "name", [n for n in LEARN if n not in SQUARE | RANDOM] if PROOF or not INTERPRET else MODULATED
+)
+def test_many_batches(call, device, on_kernels, monkeypatch):
+    """Of 65537 batches of two rows: GPUs refuse launches of as many programs in their second or third dimension."""
+    if not on_kernels:
+        pytest.skip("no kernels on this path")
+    call, grids = call.again(rows=2**17 + 2, columns=64), []
+    for key in call.tensors:
+        if call.given[key].shape[:1] == (2**17 + 2,) and call.name not in BATCHES:
+            call.given[key] = apart(call.given[key], (2**16 + 1, 2))
+    if device.type == "cpu":  # in the interpreter nothing of it runs
+        for name, module in list(sys.modules.items()):
+            if name.startswith(call.kernel.__name__) and hasattr(module, "launch"):
+                monkeypatch.setattr(module, "launch", lambda kernel, grid, *_, **__: grids.append(grid))
+    everything(call, [call.given[n].detach().requires_grad_() for n in call.names])
+    assert all(n < 2**16 for grid in grids for n in grid[1:])
+
+
 SPECIAL = [torch.nan, torch.inf, -torch.inf, 0.0, -0.0, 3e38, -3e38, 1e-40, 2.0**-126]
 OTHERWISE = {  # rows where the result is not PyTorch's on purpose, and why
     "distillation_jsd": ([2], "where a probability is 0 so is the term"),

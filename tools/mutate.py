@@ -95,6 +95,11 @@ FIRST = {"offset": ["tests/test_every_op.py::test_strides_past_32_bits"]}  # by 
 THEN = dict.fromkeys(("stride", "tiles"), ["tests/test_every_op.py::test_awkward_rows"])
 EQUIVALENT = {  # (file, fault, text of the line): why no test can see it broken, here
     (
+        "_rotary",
+        "offset",
+        "axis = (tl.cast(offs_r >= ends[0], tl.int64) + tl.cast(offs_r >= ends[1], tl.int64))[None, :]",
+    ): "added to a number of 64 bits",
+    (
         "_pointwise",
         "offset",
         "mask = inside(offs_m, M, cols, 2 * tl.cast(N, tl.int64), tiles_n)",

@@ -283,8 +283,10 @@ def _sum_parts_kernel(
     a_ptr, b_ptr, c_ptr, a_sum_ptr, b_sum_ptr, c_sum_ptr, count, N, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr
 ):
     """A program sums BLOCK_N columns of the parts of one gradient and one outer index."""
-    offs_n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    outer, which = tl.program_id(1), tl.program_id(2)
+    pid, which = tl.program_id(0), tl.program_id(1)
+    tiles_n = (N - 1) // BLOCK_N + 1
+    offs_n = pid % tiles_n * BLOCK_N + tl.arange(0, BLOCK_N)
+    outer = pid // tiles_n
     if which == 0:
         _store_column_sums(a_ptr, a_sum_ptr, outer, count, N, offs_n, BLOCK_P)
     if which == 1:
@@ -308,7 +310,7 @@ def sum_parts(*pairs):
     BLOCK_N = min(next_power_of_2(N), next_power_of_2(width), 1024)
     BLOCK_P = min(next_power_of_2(count), 4096 // BLOCK_N)
     launch(
-        _sum_parts_kernel, (cdiv(N, BLOCK_N), shape.numel(), len(there)), device,
+        _sum_parts_kernel, (cdiv(N, BLOCK_N) * shape.numel(), len(there)), device,
         (*[parts for parts, _ in there], *nothing, *sums, *nothing, count, N),
         BLOCK_P=BLOCK_P, BLOCK_N=BLOCK_N, num_warps=4,
     )  # fmt: skip
