@@ -5,11 +5,12 @@
     python tools/mutate.py --some 20           as many of them, drawn; the same each time
     python tools/mutate.py --files softmax _norms --faults fill stride --all
     python tools/mutate.py --json found.jsonl  what a run before found is not looked for again
+    python3 tools/mutate.py --gpu              kernels for Hopper alone, on such a GPU
 
 A fault is a kind of mistake that kernels like these have had, as an edit of one line inside a `@triton.jit` function.
-The file's tests run on a copy, in Triton's interpreter, until one fails: those that differ most first. What fails must
-pass on the file as it is. What no test notices is listed, and makes the exit status 1; EQUIVALENT says of which edits
-nothing can be noticed.
+The file's tests run on a copy, in Triton's interpreter, until one fails: first those that noticed other faults of the
+file, and without those that are known not to come to the function. What fails must pass on the file as it is. What no
+test notices is listed, and makes the exit status 1; EQUIVALENT says of which edits nothing can be noticed.
 """
 
 import argparse
