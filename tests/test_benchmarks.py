@@ -164,7 +164,7 @@ def test_sweep_does_not_time_what_is_wrong(kernel, no_gpu, monkeypatch, capsys):
     )  # fmt: skip
     monkeypatch.setitem(no_gpu.WORKLOADS, "silu", workload)
     op = no_gpu.Op("silu", options(providers=["broken", "absent"], host=False))
-    op.compile(until=float("inf"))
+    op.compile(until=time.time() + 60)
     rows = list(op.measure())
     assert {r["provider"] for r in rows} == {"torch"}
     said = capsys.readouterr().out
@@ -181,11 +181,48 @@ def test_sweep_of_some_cases(kernel, no_gpu, monkeypatch, capsys):
     )
     monkeypatch.setitem(no_gpu.WORKLOADS, "silu", workload)
     asked = options(providers=["slow"], host=False, cases=["small", "tall"], directions=["forward"])
-    for until, ways in ((float("inf"), ("portable-kernels", "torch", "slow")), (0, ("portable-kernels", "torch"))):
+    for until, ways in ((time.time() + 60, ("portable-kernels", "torch", "slow")), (0, ("portable-kernels", "torch"))):
         op = no_gpu.Op("silu", asked)
         op.compile(until)
         assert [(r["case"], r["provider"]) for r in op.measure()] == [(c, w) for c in ("small", "tall") for w in ways]
         assert ("slow left out, no time to compile: silu, small, tall" in capsys.readouterr().out) == (until == 0)
+
+
+def test_sweep_ends_what_compiles_too_long(kernel, no_gpu, monkeypatch, capsys):
+    monkeypatch.setattr(no_gpu, "load", lambda folder: kernel)
+    peers = {"endless": lambda: lambda x: time.sleep(600), "quick": lambda: torch.nn.functional.silu}
+    workload = no_gpu.WORKLOADS["silu"]._replace(cases={"small": (4, 64)}, peers=peers)
+    monkeypatch.setitem(no_gpu.WORKLOADS, "silu", workload)
+    op = no_gpu.Op("silu", options(providers=list(peers), host=False, directions=["forward"]))
+    op.compile(until=time.time() + 1)
+    assert {r["provider"] for r in op.measure()} == {"portable-kernels", "torch"}
+    assert "endless left out, no time to compile: silu, small" in capsys.readouterr().out
+
+
+def test_sweep_gives_each_way_the_same_inputs(kernel, no_gpu, monkeypatch):
+    """Also after a way that writes its inputs."""
+
+    class Overwrites(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            ctx.x = x
+            return torch.nn.functional.silu(x)
+
+        @staticmethod
+        def backward(ctx, dy):
+            x, s = ctx.x.data, torch.sigmoid(ctx.x.data)
+            dx = dy * s * (1 + x * (1 - s))
+            x.copy_(dx)
+            return dx
+
+    monkeypatch.setattr(no_gpu, "load", lambda folder: kernel)
+    peers = {"overwrites": lambda: Overwrites.apply, "after": lambda: torch.nn.functional.silu}
+    workload = no_gpu.WORKLOADS["silu"]._replace(cases={"small": (4, 64)}, peers=peers)
+    monkeypatch.setitem(no_gpu.WORKLOADS, "silu", workload)
+    op = no_gpu.Op("silu", options(providers=list(peers), host=False, directions=["backward", "both"]))
+    op.compile(until=time.time() + 60)
+    rows = [(r["direction"], r["provider"]) for r in op.measure()]
+    assert rows == [(d, way) for d in ("backward", "both") for way in ("portable-kernels", "torch", *peers)]
 
 
 def test_peers_tune_anew(no_gpu):

@@ -4,6 +4,8 @@
     python tools/portability.py                        the whole matrix, into docs/portability.md
     python tools/portability.py --archs sm90 gfx942 --ops softmax linear      a part of it, printed
     python tools/portability.py --json found.jsonl     what a run before compiled is not compiled again
+    PYTHONPATH=... python tools/portability.py --archs sm90 --dtypes bfloat16 --json found.jsonl   by another Triton
+    PYTHONPATH=... python tools/portability.py --archs xpu --dtypes bfloat16 --json found.jsonl    by triton-xpu 3.3
     python tools/portability.py --json found.jsonl --page                     the page, from there alone
 
 For each architecture the ops run on tensors without memory, at the sizes of benchmarks/workloads.py, with that device's
@@ -12,6 +14,7 @@ memory and threads, and multiplies tiles of 16 bits with matrix instructions. Sp
 """
 
 import argparse
+import collections
 import contextlib
 import hashlib
 import importlib.util
@@ -24,6 +27,7 @@ import re
 import subprocess
 import sys
 import tempfile
+import types
 from multiprocessing.connection import wait
 from pathlib import Path
 
@@ -45,6 +49,13 @@ ARCHS = {
     "gfx1100": ("hip", "gfx1100", 32, 96, 65536, False, False),
     "gfx1201": ("hip", "gfx1201", 32, 64, 65536, False, False),
 }
+# A Data Center GPU Max 1550, for the package `triton-xpu`: an older Triton, that alone has Intel's backend.
+MAX_1550 = {
+    "gpu_eu_count": 512, "gpu_subslice_count": 64, "max_work_group_size": 1024, "sub_group_sizes": [16, 32],
+    "has_fp64": True, "has_bfloat16_conversions": True, "has_subgroup_matrix_multiply_accumulate": True,
+    "has_subgroup_matrix_multiply_accumulate_tensor_float32": True, "has_subgroup_2d_block_io": True,
+}  # fmt: skip
+TARGETS = {**ARCHS, "xpu": ("xpu", MAX_1550, 32, 64, 131072, False, True)}
 
 
 class Driver:
@@ -71,9 +82,23 @@ class Driver:
         return kind
 
 
+def without_sycl():
+    """Lets triton-xpu compile where there is no Intel driver, whose name for the device it asks a program in C."""
+    import triton
+
+    if not hasattr(triton, "knobs"):  # since 3.4
+        triton.knobs = types.SimpleNamespace(runtime=types.SimpleNamespace(interpret=False))
+    intel = getattr(triton.backends, "backends", {}).get("intel")
+    if intel:
+        stand_in = types.SimpleNamespace(parse_device_arch=lambda _: "pvc")
+        intel.compiler.__init__.__globals__["compile_module_from_src"] = lambda *_: stand_in
+
+
 def load_package():
     """The package as it is in the working tree, with the file that a build adds."""
     from build_local import build
+
+    without_sycl()
 
     with contextlib.redirect_stdout(io.StringIO()):
         folder = build(ROOT, tempfile.mkdtemp(prefix="portability-")) / "torch-cuda"
@@ -100,6 +125,8 @@ def pretend(device, launch):
 
 def spills(assembly, arch):
     """(registers, bytes or registers spilled) of a kernel."""
+    if arch == "xpu":  # SPIR-V has none yet
+        return 0, 0
     if arch.startswith("gfx"):
         found = [re.findall(rf"\.{what}:\s+(\d+)", assembly) for what in ("vgpr_count", "vgpr_spill_count")]
         return tuple(int(f[-1]) if f else 0 for f in found)
@@ -120,7 +147,9 @@ def spills(assembly, arch):
 
 
 def widest(assembly):
-    """Bits of the widest load or store of global memory."""
+    """Bits of the widest load or store of global memory. Not of LLVM's code for Intel, which a driver compiles."""
+    if "spir64" in assembly:
+        return 128
     bits = [int(v) * int(b) for v, b in re.findall(r"(?:ld|st)\.global[\w.:]*?\.v(\d)\.b(\d+)", assembly)]
     bits += [8 * int(n, 0) for n in re.findall(r"cp\.async\.c[ag]\.shared\.global[^;]*?, (0x\w+|\d+)", assembly)]
     bits += [32 * int(n) for n in re.findall(r"(?:global|buffer)_(?:load|store)_dwordx(\d)", assembly)]
@@ -128,7 +157,7 @@ def widest(assembly):
     return 128 if "cp.async.bulk" in assembly else max(bits, default=32)
 
 
-MATRIX = re.compile(r"wgmma|mma\.sync|tcgen05\.mma|v_mfma|v_wmma")
+MATRIX = re.compile(r"wgmma|mma\.sync|tcgen05\.mma|v_mfma|v_wmma|matrix_mad")
 
 
 def compile_for(kernel, arch, op, dtype):
@@ -139,7 +168,7 @@ def compile_for(kernel, arch, op, dtype):
     from triton.backends.compiler import GPUTarget
     from triton.runtime.errors import OutOfResources
 
-    backend, name, warp, multiprocessors, shared_memory, descriptors, tf32 = ARCHS[arch]
+    backend, name, warp, multiprocessors, shared_memory, descriptors, tf32 = TARGETS[arch]
     triton.runtime.driver.set_active(Driver(GPUTarget(backend, name, warp)))
     facts = sys.modules["portable_kernels_compiled._device"].Device
     early = descriptors
@@ -152,7 +181,7 @@ def compile_for(kernel, arch, op, dtype):
             raise OutOfResources(compiled.metadata.shared, shared_memory, "shared memory")
         if compiled.hash in seen:
             return
-        assembly = compiled.asm.get("ptx") or compiled.asm.get("amdgcn")
+        assembly = next(compiled.asm[kind] for kind in ("ptx", "amdgcn", "llir") if kind in compiled.asm)
         registers, spilled = spills(assembly, arch)
         shared, warps = compiled.metadata.shared, compiled.metadata.num_warps
         problems = []
@@ -179,7 +208,9 @@ def compile_for(kernel, arch, op, dtype):
             if y and (workload.backward or workload.backward_flops):
                 torch.autograd.grad(y, [leaves[i] for i in workload.grads], [torch.empty_like(t) for t in y])
         except Exception as error:
-            said = f"{type(error).__name__}: {str(error).strip()[-200:]}"
+            while error.__cause__:  # Triton names the line of each kernel that it was called from
+                error = error.__cause__
+            said = f"{type(error).__name__}: {' '.join(str(error).split())[-200:]}"
             records.append({"op": op, "case": case, "dtype": dtype, "kernel": "", "problems": [said]})
     return records
 
@@ -191,12 +222,19 @@ def in_child(to, kernel, *task):
 def compile_all(tasks, jobs, keep):
     """Calls keep(task, records) as each ends, of processes forked from this one."""
     kernel = load_package()
-    import workloads  # noqa: F401  once, for them all
+    # What each would import and read anew, for two seconds: torch's formulas of tensors without memory, Triton's files.
+    import torch._dynamo  # noqa: F401
+    import workloads  # noqa: F401
+
+    with contextlib.suppress(ImportError):
+        from triton.runtime.cache import triton_key
+
+        triton_key()
 
     fork, waiting, running = multiprocessing.get_context("fork"), list(tasks), {}
     while waiting or running:
         while waiting and len(running) < jobs:
-            task = waiting.pop()  # products and attention, which take longest, are the last of the ops
+            task = waiting.pop()
             found, to = fork.Pipe(duplex=False)
             process = fork.Process(target=in_child, args=(to, kernel, *task))
             process.start()
@@ -227,7 +265,27 @@ def merged(found, archs):
     return by_arch
 
 
-def page(found, version):
+def summaries(others):
+    """A line for each Triton beside the page's own, and what it does not compile."""
+    found = []
+    for version, tasks in others.items():
+        archs, dtypes = ({task[i]: None for task in tasks} for i in (0, 2))
+        commits = {line["commit"]: None for line in tasks.values()}
+        by_arch = merged({task: line["records"] for task, line in tasks.items()}, archs)
+        records = [r for some in by_arch.values() for r in some]
+        bad = [r for r in records if r["problems"]]
+        found.append(
+            f"- Triton {version}, commit {', '.join(commits)}, {', '.join(archs)}, {', '.join(dtypes)}: "
+            f"{len(records) - len(bad)} kernels compile and fit, {len(bad)} do not"
+        )
+        reasons = {}
+        for r in bad:
+            reasons.setdefault("; ".join(r["problems"]), {})[f"`{r['op']}`"] = None
+        found += [f"  - {reason}: {', '.join(ops)}" for reason, ops in reasons.items()]
+    return found
+
+
+def page(found, version, commits, others):
     ops = list(dict.fromkeys(r["op"] for records in found.values() for r in records))
     lines = []
     for op in ops:
@@ -260,13 +318,13 @@ def page(found, version):
         )
         for (kernel, op), by in sorted(narrow.items())
     ]
-    nothing = "None."
+    nothing, at = "None.", f" at commit {', '.join(sorted(commits))}" if commits else ""
     return f"""# Portability
 
-Written by `python tools/portability.py`, whose docstring says how, with Triton {version}: no GPU was there.
+Written by `python tools/portability.py`, whose docstring says how, with Triton {version}{at}: no GPU was there.
 Numbers are of kernels that compile and fit; `spills` is the most that one of them spills (bytes on NVIDIA, registers on
 AMD). sm75 has no bfloat16, and is compiled for float16 in its place; Triton uses none of its matrix instructions. A
-kernel of two ops counts once. Intel GPUs are missing: the `triton` package compiles for NVIDIA and AMD alone.
+kernel of two ops counts once. Intel's backend is in the package `triton-xpu` alone, an older Triton: see the end.
 
 | op | {" | ".join(found)} |
 |---|{"---|" * len(found)}
@@ -287,16 +345,23 @@ The most of any case, in bytes on NVIDIA and registers on AMD. sm75 multiplies t
 In some case, at the widest: operands that are read where they lie, and buffers of few numbers.
 
 {chr(10).join(narrow) or nothing}
+
+## By other versions of Triton
+
+What each was asked for, as the docstring says. triton-xpu 3.3 compiles to SPIR-V, for a Data Center GPU Max 1550.
+
+{chr(10).join(summaries(others)) or nothing}
 """
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--archs", nargs="*", default=list(ARCHS), choices=list(ARCHS))
+    parser.add_argument("--archs", nargs="*", default=list(ARCHS), choices=list(TARGETS))
     parser.add_argument("--ops", nargs="*", help="of benchmarks/workloads.py")
     parser.add_argument("--dtypes", nargs="*", default=["bfloat16", "float32"])
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="processes at once")
     parser.add_argument("--json", type=Path, help="a line for each op, appended; those that are there are not compiled")
+    parser.add_argument("--commit", help="of what is compiled; else git is asked")
     parser.add_argument("--page", action="store_true", help="compile nothing: write what --json has")
     options = parser.parse_args()
     os.environ.update(CUDA_VISIBLE_DEVICES="", OMP_NUM_THREADS="1")
@@ -316,34 +381,43 @@ def main():
     sources = hashlib.sha256()
     for path in sorted([*(ROOT / "torch-ext").rglob("*.py"), ROOT / "benchmarks" / "workloads.py"]):
         sources.update(path.read_bytes())
+    commit = options.commit or subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True
+    ).stdout.strip()  # fmt: skip
     same = {"sources": sources.hexdigest()[:16], "triton": triton.__version__}
-    if options.json and options.json.exists():
-        for line in map(json.loads, options.json.read_text().splitlines()):
-            task, this = tuple(line["task"]), {name: line[name] for name in same}
-            if task in tasks and (options.page or this == same):
-                tasks[task], version = line["records"], line["triton"]
+    lines = options.json.read_text().splitlines() if options.json and options.json.exists() else []
+    lines = [json.loads(line) for line in lines]
+    if options.page and lines:  # of the Triton that compiled most
+        same["triton"] = collections.Counter(line["triton"] for line in lines).most_common(1)[0][0]
+    commits, others = {}, {}
+    for line in lines:
+        task = tuple(line["task"])
+        if line["triton"] != same["triton"]:
+            others.setdefault(line["triton"], {})[task] = line
+        elif task in tasks and (options.page or line["sources"] == same["sources"]):
+            tasks[task], commits[task] = line["records"], line["commit"]
 
     def keep(task, records):
-        tasks[task] = records
+        tasks[task], commits[task] = records, commit
         for record in records:
             for problem in record["problems"]:
                 print(f"  {' '.join(task)}, {record['case']} {record['kernel']}: {problem}", flush=True)
         if options.json:
             with options.json.open("a") as file:
-                file.write(json.dumps({"task": task, **same, "records": records}) + "\n")
+                file.write(json.dumps({"task": task, **same, "commit": commit, "records": records}) + "\n")
 
     missing = [task for task, records in tasks.items() if records is None]
     if options.page and missing:
         parser.error(f"not compiled: {', '.join(' '.join(task) for task in missing)}")
     if missing:
-        version = triton.__version__
-        missing.sort(key=lambda task: ops.index(task[1]))
+        missing.sort(key=lambda task: len(WORKLOADS[task[1]].cases))  # the last are taken first, and take longest
         compile_all(missing, options.jobs, keep)
     found = merged(tasks, options.archs)
+    text = page(found, same["triton"], set(commits.values()), others)
     if options.archs == list(ARCHS) and not options.ops:
-        (ROOT / "docs" / "portability.md").write_text(page(found, version))
+        (ROOT / "docs" / "portability.md").write_text(text)
     else:
-        print(page(found, version))
+        print(text)
     for arch, records in found.items():
         problems = sum(bool(r["problems"]) for r in records)
         print(f"{arch}: {len(records)} kernels, {problems} with problems")
