@@ -75,7 +75,8 @@ def measured(sweep, flops):
         before = " †" if any("commit" in w for w in ways.values()) else ""
         cells = [f"`{op}`{before}", case, direction, f"{speed(ours):.0f}" if ours else ""]
         if not flops:
-            cells.append(f"{ours['of_copy']:.2f}" if ours else "")
+            read = f", {ours['of_read']:.2f} of a read" if ours and "of_read" in ours else ""
+            cells.append(f"{ours['of_copy']:.2f}{read}" if ours else "")
         cells += [f"{speed(ways[n]):.0f}" if n in ways else "" for n in ("torch", *others)]
         ratio = to_fastest.get((op, case, direction))
         counted += [ratio] if ratio else []
@@ -213,7 +214,9 @@ wrong, and where the device waited for the host (80th percentile over 1.5 times 
 
 {end_to_end}## What memory bounds, in GB/s
 
-Bytes that must be read and written, over the time on the device. MiB is what a call takes beside its inputs.
+Bytes that must be read and written, over the time on the device; its share of the speed of torch's copy of as many
+bytes, timed in turns with it (in rows marked †: of a copy of 2^27 elements), and of a read of them where the op writes
+next to nothing. MiB is what a call takes beside its inputs.
 
 {measured(sweep, False)}
 

@@ -3,8 +3,9 @@
     python benchmarks/sweep.py build/torch-cuda --json results.json [--ops rms_norm softmax] [--host]
 
 Every way is held against PyTorch in float32 before it is timed; one that is wrong gets no time. All ways to do one case
-are timed in turns, each with a cold L2 cache, by events on the device: median, and the 20th and 80th percentile. The
-yardsticks of the same run are a device copy and a product by the vendor's library. Of each way it also says the memory
+are timed in turns, each with a cold L2 cache, by events on the device: median, and the 20th and 80th percentile. Among
+them are the yardsticks: torch's copy of as many bytes, and where an op writes next to nothing a read of them. Those of
+the whole run are a copy of 2^27 elements and a product by the vendor's library. Of each way it also says the memory
 that a call takes beside its inputs, and of each op the seconds of a first call with nothing compiled. `--first` adds
 those of a first call with warm caches on disk, `--host` the host's share of a call, on inputs so small that there is
 nothing else.
@@ -31,6 +32,7 @@ from pathlib import Path
 
 import torch
 import triton
+import triton.language as tl
 import turns
 from workloads import WORKLOADS
 
@@ -45,6 +47,7 @@ FIRST = (
 CALLS = 1000  # of which the host's share is the mean, five times
 WARM = 3  # calls before the first that is measured
 CYCLES = 1.8e9  # of the device, in a second
+READ_BLOCK = 4096  # numbers of 32 bits that a program of the yardstick reads
 PROVIDERS = ("compile", "liger", "quack", "gems", "fla", "cudnn", "flash2")
 
 
@@ -97,6 +100,19 @@ class Clock:
             for name, (start, end) in events.items():
                 took[name].append(start.elapsed_time(end))
         return {name: tuple(statistics.quantiles(ms, n=10)[i] for i in (4, 1, 7)) for name, ms in took.items()}
+
+
+@triton.jit
+def _read_kernel(x_ptr, sums_ptr, BLOCK: tl.constexpr):
+    """Each program reads BLOCK numbers, and writes one."""
+    pid = tl.program_id(0)
+    x = tl.load(x_ptr + pid.to(tl.int64) * BLOCK + tl.arange(0, BLOCK))
+    tl.store(sums_ptr + pid, tl.xor_sum(x, axis=0))
+
+
+def read(numbers, sums):
+    """The quickest of eight plain ways to read 2^27 to 2^30 bytes on an H200."""
+    _read_kernel[(len(sums),)](numbers, sums, BLOCK=READ_BLOCK, num_warps=8)
 
 
 def ceilings(clock):
@@ -294,14 +310,29 @@ class Op:
             expected = None
             if not runs:
                 continue
-            times = clock.turns({name: run for name, (run, _, _) in runs.items()})
+            marks = self.yardsticks(direction, shape, inputs[0].device)
+            times = clock.turns({**{name: run for name, (run, _, _) in runs.items()}, **marks})
+            marks = {name: times.pop(name)[0] for name in marks}
             for name, (median, p20, p80) in times.items():
                 yield {
                     "op": self.name, "case": case, "shape": list(shape), "direction": direction, "provider": name,
                     "ms": median, "p20": p20, "p80": p80, "off_by": runs[name][1], "peak_mib": runs[name][2],
-                    **self.speed(direction, shape, median),
+                    **self.speed(direction, shape, median), **{mark: ms / median for mark, ms in marks.items()},
                 }  # fmt: skip
             runs = y = dy = None
+
+    def yardsticks(self, direction, shape, device):
+        """{share: a function that moves as many bytes as the op must}"""
+        if self.workload.flops:
+            return {}
+        size = round(self.speed(direction, shape, 1e-6)["gbps"])
+        source, target = (torch.zeros(size // 2, dtype=torch.int8, device=device) for _ in range(2))
+        marks = {"of_copy": lambda: target.copy_(source)}
+        if self.workload.reads and direction == "forward":
+            sums = torch.empty(triton.cdiv(size, 4 * READ_BLOCK), dtype=torch.int32, device=device)
+            numbers = sums.new_zeros(len(sums) * READ_BLOCK)
+            marks["of_read"] = lambda: read(numbers, sums)
+        return marks
 
     def speed(self, direction, shape, ms):
         w = self.workload
@@ -479,8 +510,6 @@ def sweep(options):
             say(f"  host, us: { ({k: tuple(round(v, 1) for v in t) for k, t in record['host'][op].items()}) }")
         elif "row" in line:
             row = line["row"]
-            if "gbps" in row and record["ceilings"]:
-                row["of_copy"] = row["gbps"] / record["ceilings"]["copy_gbps"]
             worker.rows.append(row)
         elif "done" in line and worker.kind == "op":
             keep(worker)

@@ -25,6 +25,7 @@ class Workload(NamedTuple):
     exact: Optional[Callable] = None  # what results are held against, on float32 inputs; None: `torch`
     grads: tuple = (0,)  # the inputs with gradients
     peers: dict = {}  # name: () -> way, which may fail where it is not installed
+    reads: bool = False  # whether the forward writes next to nothing: it is held against a read too
     early: tuple = ()  # peers whose forward makes the gradients: their backward alone says nothing
 
 
@@ -503,17 +504,17 @@ WORKLOADS = {
             "liger": _liger_cross_entropy, "quack": _quack_cross_entropy, "gems": _gems_cross_entropy,
             "fla": _fla_cross_entropy,
         },
-        early=("liger",),
+        reads=True, early=("liger",),
     ),
     "distillation_kl": Workload(
         lambda T, V: (rand(T, V), rand(T, V)), lambda k, x, t: k.distillation_kl(x, t), _distillation,
-        {"llama3_8b": (2092, 128256)}, (4, 256), streams(2), streams(3),
+        {"llama3_8b": (2092, 128256)}, (4, 256), streams(2), streams(3), reads=True,
     ),
     **{
         f"reductions.{name}{suffix}": Workload(
             lambda *s: (rand(*s),), lambda k, x, name=name, dim=dim: getattr(k.reductions, name)(x, dim),
             lambda x, name=name, dim=dim: getattr(torch, name)(x, dim), cases, (4, 256), streams(1),
-            streams(2) if name in ("logsumexp", "var") else None,
+            streams(2) if name in ("logsumexp", "var") else None, reads=True,
             peers={} if name == "logsumexp" else {"gems": lambda name=name, dim=dim: _gems_reduction(name, dim)},
         )
         for name, suffix, dim, cases in (
@@ -578,6 +579,6 @@ WORKLOADS = {
             "llama3_8b, 64 x 8192": (64, 32, 8, 8192, 128), "llama3_8b, 8 x 32768": (8, 32, 8, 32768, 128),
             "llama3_8b, 1 x 131072": (1, 32, 8, 131072, 128), "gemma, 8 x 32768": (8, 8, 4, 32768, 256),
         },
-        (1, 2, 2, 64, 64), forward=lambda s: 4 * s[0] * s[2] * s[3] * s[4], grads=(),
+        (1, 2, 2, 64, 64), forward=lambda s: 4 * s[0] * s[2] * s[3] * s[4], grads=(), reads=True,
     ),
 }  # fmt: skip

@@ -114,6 +114,7 @@ def no_gpu(script, monkeypatch):
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(sweep, "peak", lambda run: 1.5)
     monkeypatch.setattr(sweep, "CALLS", 5)
+    monkeypatch.setattr(sweep, "read", lambda numbers, sums: None)
 
     class Clock:
         def __init__(self, seconds):
@@ -151,6 +152,8 @@ def test_sweep_measures(kernel, name, no_gpu, monkeypatch):
     ]
     unit = "tflops" if name == "linear" else "gbps"
     assert all(r[unit] > 0 and r["off_by"] < 1e-4 and r["peak_mib"] == 1.5 for r in rows)
+    assert all((r.get("of_copy") == 1.0) == (unit == "gbps") for r in rows)  # each call takes as long by this clock
+    assert all(("of_read" in r) == no_gpu.WORKLOADS[name].reads for r in rows if r["direction"] == "forward")
     if len(directions) == 3:
         forward, backward, both = (r[unit] for r in rows[::2])
         assert both == pytest.approx(forward + backward)

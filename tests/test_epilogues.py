@@ -114,7 +114,7 @@ def test_widths(hold_bias_act, hold_residual, device, N):
     hold_residual(x, r, p)
 
 
-@pytest.mark.parametrize("shape", [(300, 3), (100, 130), (4000, 1), (7,)])
+@pytest.mark.parametrize("shape", [(300, 3), (100, 130), (150, 40), (4000, 1), (7,)])
 def test_many_rows(hold_bias_act, hold_residual, device, shape):
     """Programs that walk several row tiles."""
     x, r, p = tensor(shape, device=device), tensor(shape, device=device), tensor(shape[-1:], device=device)

@@ -193,6 +193,16 @@ def test_masks_broadcast(hold, device, mask_shape):
     hold(x, tensor(mask_shape, torch.float32, device), causal=True)
 
 
+def test_heads_of_a_row_together(family, device, on_kernels, monkeypatch):
+    """The order of programs that a large mask of all heads asks for."""
+    for shape, mask_shape in (((2, 3, 5, 40), (2, 1, 5, 40)), ((1, 4, 33, 5000), (33, 5000))):
+        x, mask = tensor(shape, torch.float32, device), mask_of(mask_shape, device)
+        monkeypatch.setattr(family, "_together", lambda *_: False)
+        expected = family.masked_softmax(x, mask, causal=True)
+        monkeypatch.setattr(family, "_together", lambda *_: True)
+        assert torch.equal(family.masked_softmax(x, mask, causal=True), expected)
+
+
 def test_permuted_heads(hold, device):
     x = tensor((2, 5, 3, 16), torch.float32, device).transpose(1, 2)
     hold(x, mask_of((2, 1, 5, 16), device), dy=tensor((16, 5, 3, 2), torch.float32, device).permute(3, 2, 1, 0))

@@ -87,7 +87,7 @@ def test_residual(pair, device, dtype, gate_shape):
     gate = None if gate_shape is None else tensor(gate_shape, dtype, device)
     tensors = x, residual, gate, scale, shift, w
     y, total = check(with_residual(function), rounded_sum(reference, dtype), *tensors)
-    assert torch.equal(y, function(total, scale, shift, w))
+    assert_close(y, function(total, scale, shift, w))  # other tiles, whose sums have another order
 
 
 def test_far_samples(pair, device, tmp_path):

@@ -80,12 +80,14 @@ def test_matches_reference(hold, device, dtype):
     "N, k", [(1, 1), (3, 2), (8, 8), (127, 8), (128, 1), (129, 5), (1000, 3), (16384, 4), (16385, 2)]
 )
 def test_widths(hold, device, N, k):
-    hold(tensor((1 if N > 2000 else 40, N), torch.float32, device), k)
+    for dtype in (torch.float32, torch.bfloat16):
+        hold(tensor((1 if N > 2000 else 40, N), dtype, device), k)
 
 
-def test_ties_take_the_first(family, device):
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_ties_take_the_first(family, device, dtype):
     """The first of equals first, whatever the zeros' sign, and values as torch.topk's."""
-    x = torch.randint(0, 4, (200, 60)).float().to(device)
+    x = torch.randint(-2, 2, (200, 60)).to(device, dtype)
     x[0], x[1], x[2, ::2], x[2, 1::2] = 1.0, -INF, 0.0, -0.0
     x[3, 5:] = -INF
     weights, indices = family.topk_softmax(x, 8)
@@ -96,10 +98,11 @@ def test_ties_take_the_first(family, device):
     assert_close(weights, values)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("renormalize", [False, True])
-def test_special_values(family, device, renormalize):
+def test_special_values(family, device, dtype, renormalize):
     """NaN and inf make the weights of their row NaN, as torch has it; indices stay valid and distinct."""
-    x = tensor((5, 20), torch.float32, device)
+    x = tensor((5, 20), dtype, device)
     x[0, 7], x[1, 4], x[2], x[3, :] = NAN, INF, -INF, NAN
     weights, indices = family.topk_softmax(x, 6, renormalize=renormalize)
     assert weights[:4].isnan().all() and weights[4].isfinite().all()

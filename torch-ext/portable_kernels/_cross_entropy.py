@@ -369,6 +369,14 @@ def _dense(weight):
     return weight if weight is None else weight.contiguous()  # C elements
 
 
+def _width(N):
+    """(width, each) of tiles. Of a copy, H200 bf16: 0.75 at 2048, 0.82 at 4096; 0.86 at 8192, 0.93 at 32000, 0.92 at
+    65024; 0.93 to 0.95 at 128256; 0.92 to 0.94 at 262144."""
+    if N <= 2**16:
+        return 2048, 32 if 1024 < N <= 4096 else 16
+    return 4096 if N <= 2**17 else 8192, 16
+
+
 def _each(plan, group, max_warps):
     """How many elements of a tile share a running maximum: of a single row, as many as a thread holds."""
     if plan.BLOCK_M > 1 or group == 1:
@@ -383,7 +391,7 @@ def _forward(
     compute, soft = stats.dtype, target.is_floating_point()
     layout, (x, target) = _losses.loss_rows(dim, (x, target if soft else None), (None if soft else target,))
     max_warps = facts(x.device).max_warps
-    plan = _losses.plan(layout, max_warps, 8192 if layout.N > 2**17 else 4096)
+    plan = _losses.plan(layout, max_warps, *_width(layout.N))
     group = _online.neighbours(layout.strides[0][3], x.element_size(), plan.BLOCK_N)
     programs = layout.blocks(plan.BLOCK_M)
     parts = torch.empty((5 if every else 2, programs), dtype=compute, device=x.device) if parts else None

@@ -81,8 +81,10 @@ def _group_norm_fwd_kernel(
     tl.store(stats_ptr + pid * 3, mean)
     tl.store(stats_ptr + pid * 3 + 1, rest)
     tl.store(stats_ptr + pid * 3 + 2, rstd)
-    for c in range(0, width, BLOCK_C):
-        for s in range(0, S, BLOCK_S):
+    last_c, last_s = (width - 1) // BLOCK_C * BLOCK_C, (S - 1) // BLOCK_S * BLOCK_S
+    for c_back in range(0, width, BLOCK_C):  # backwards: the cache has what was read last
+        for s_back in range(0, S, BLOCK_S):
+            c, s = last_c - c_back, last_s - s_back
             mask_c = c + offs_c < width
             mask = mask_c[:, None] & (s + offs_s < S)[None, :]
             x = _load(x_ptr, x_strides, n, first + c + offs_c, s + offs_s, mask, COMPUTE)
@@ -188,7 +190,8 @@ def _group_norm_fwd_kernel_apply(
     ACTIVATION: tl.constexpr, PRECISE: tl.constexpr, COMPUTE: tl.constexpr,
     BLOCK_C: tl.constexpr, BLOCK_S: tl.constexpr,
 ):  # fmt: skip
-    n, offs_c, tile = _share(tl.program_id(0), C, S, BLOCK_S, BLOCK_C)
+    # Backwards: the cache has what was read last.
+    n, offs_c, tile = _share(tl.num_programs(0) - 1 - tl.program_id(0), C, S, BLOCK_S, BLOCK_C)
     offs_s = tl.cast(tile, tl.int64) * BLOCK_S + tl.arange(0, BLOCK_S)
     mask_c = offs_c < C
     mask = mask_c[:, None] & (offs_s < S)[None, :]
@@ -252,11 +255,13 @@ def _group_norm_bwd_kernel(
         tl.store(products_ptr + n * C + offs_c, channel_products, mask=mask_c)
         average += tl.sum(channel_sums[:, None] * w) / (width * S)
         projection += tl.sum(channel_products[:, None] * w) / (width * S)
-    for c in range(0, width, BLOCK_C):
-        offs_c = first + c + tl.arange(0, BLOCK_C)
+    last_c, last_s = (width - 1) // BLOCK_C * BLOCK_C, (S - 1) // BLOCK_S * BLOCK_S
+    for c_back in range(0, width, BLOCK_C):  # backwards: the cache has what was read last
+        offs_c = first + (last_c - c_back) + tl.arange(0, BLOCK_C)
         mask_c = offs_c < first + width
         w, b = _load_affine(w_ptr, b_ptr, offs_c, mask_c, COMPUTE)
-        for s in range(0, S, BLOCK_S):
+        for s_back in range(0, S, BLOCK_S):
+            s = last_s - s_back
             mask = mask_c[:, None] & (s + offs_s < S)[None, :]
             dz, xhat = _load_gradient(
                 dy_ptr, x_ptr, dy_strides, x_strides, mean, rest, rstd, w, b, n, offs_c, s + offs_s, mask,
@@ -268,6 +273,41 @@ def _group_norm_bwd_kernel(
 
 
 @triton.jit
+def _sum_of_channels(parts_ptr, w, n, offs_c, mask_c, C, chunks, BLOCK_P: tl.constexpr, COMPUTE: tl.constexpr):
+    """The sum of some channels' parts, each times its weight."""
+    sums = tl.zeros((BLOCK_P, offs_c.shape[0]), COMPUTE)
+    for start in range(0, chunks, BLOCK_P):
+        offs_p = start + tl.arange(0, BLOCK_P)
+        mask = (offs_p < chunks)[:, None] & mask_c[None, :]
+        sums += tl.load(parts_ptr + (n * chunks + offs_p)[:, None] * C + offs_c[None, :], mask=mask, other=0.0)
+    return tl.sum(tl.sum(sums, axis=0) * w)
+
+
+@triton.jit(do_not_specialize=["chunks"])
+def _group_norm_bwd_kernel_means(
+    sums_ptr, products_ptr, w_ptr, averages_ptr, projections_ptr, C, S, groups, chunks,
+    COMPUTE: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_P: tl.constexpr,
+):  # fmt: skip
+    """A program makes the means of a group from the parts of its channels."""
+    pid = tl.program_id(0)
+    n = tl.cast(pid // groups, tl.int64)
+    width = C // groups
+    average = tl.zeros((), COMPUTE)
+    projection = tl.zeros((), COMPUTE)
+    for c in range(0, width, BLOCK_C):
+        offs = c + tl.arange(0, BLOCK_C)
+        mask_c = offs < width
+        offs_c = tl.cast(pid % groups, tl.int64) * width + offs
+        w = tl.full((BLOCK_C,), 1.0, COMPUTE)
+        if w_ptr is not None:
+            w = tl.load(w_ptr + offs_c, mask=mask_c, other=0.0).to(COMPUTE)
+        average += _sum_of_channels(sums_ptr, w, n, offs_c, mask_c, C, chunks, BLOCK_P, COMPUTE)
+        projection += _sum_of_channels(products_ptr, w, n, offs_c, mask_c, C, chunks, BLOCK_P, COMPUTE)
+    tl.store(averages_ptr + pid, average / width / S)
+    tl.store(projections_ptr + pid, projection / width / S)
+
+
+@triton.jit
 def _group_norm_bwd_kernel_share(
     dy_ptr, x_ptr, w_ptr, b_ptr, stats_ptr, averages_ptr, projections_ptr, dx_ptr, sums_ptr, products_ptr, C, S, groups,
     dy_strides, x_strides, dx_strides, alpha, beta,
@@ -275,7 +315,10 @@ def _group_norm_bwd_kernel_share(
     CHUNK: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_S: tl.constexpr,
 ):  # fmt: skip
     """A program takes BLOCK_C channels of a chunk: their sums where dx is None, else dx by the groups' means."""
-    n, offs_c, chunk = _share(tl.program_id(0), C, S, CHUNK, BLOCK_C)
+    pid = tl.program_id(0)
+    if dx_ptr is not None:  # backwards: the cache has what was read last
+        pid = tl.num_programs(0) - 1 - pid
+    n, offs_c, chunk = _share(pid, C, S, CHUNK, BLOCK_C)
     offs_s = tl.cast(chunk, tl.int64) * CHUNK + tl.arange(0, BLOCK_S)
     mask_c = offs_c < C
     offs_g = offs_c // (C // groups)

@@ -21,8 +21,7 @@ class Tiles(NamedTuple):
 def plan(layout, max_warps, width=4096, each=16):
     """Tiles of 2048 to `width` elements, `each` a thread, that a row is walked in whichever way it lies.
 
-    Of a copy, H200 bf16: cross_entropy's forward 0.91 to 0.92, with the mean 0.89 to 0.90; its backward, 8192 wide and
-    32 a thread, 0.98 to 0.99.
+    Of a copy, H200 bf16: cross_entropy's backward, 8192 wide and 32 a thread, 0.98 to 0.99.
     """
     BLOCK_N = next_power_of_2(layout.N)
     if any(0 < stride_m < stride_n for _, _, stride_m, stride_n in layout.strides):

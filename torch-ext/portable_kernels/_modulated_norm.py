@@ -60,15 +60,24 @@ def _normed(x, mean, rest, rstd, LAYER: tl.constexpr):
 
 
 @triton.jit
-def _store_modulated(
-    x, mean, rest, rstd, scale_ptr, shift_ptr, w_ptr, y_ptr, s_ptr, scale_strides, shift_strides,
-    a, b, m, offs_m, out, offs_n, N, mask,
-    LAYER: tl.constexpr, SHARED: tl.constexpr, WHOLE: tl.constexpr, COMPUTE: tl.constexpr,
+def _load_modulation(
+    scale_ptr, shift_ptr, w_ptr, scale_strides, shift_strides, a, b, m, offs_m, offs_n, N, mask,
+    SHARED: tl.constexpr, WHOLE: tl.constexpr, COMPUTE: tl.constexpr,
 ):  # fmt: skip
-    y = _normed(x, mean, rest, rstd, LAYER)
-    y *= _load_factor(scale_ptr, scale_strides, w_ptr, a, b, m, offs_m, offs_n, N, mask, SHARED, WHOLE, COMPUTE)
-    if shift_ptr is not None:
-        y += _load_shared(shift_ptr, shift_strides, a, b, m, offs_m, offs_n, N, mask, SHARED, WHOLE, COMPUTE)
+    """What multiplies normalised rows, and what is added to them."""
+    factor = _load_factor(scale_ptr, scale_strides, w_ptr, a, b, m, offs_m, offs_n, N, mask, SHARED, WHOLE, COMPUTE)
+    if shift_ptr is None:
+        return factor, tl.zeros((1, 1), COMPUTE)
+    else:
+        shift = _load_shared(shift_ptr, shift_strides, a, b, m, offs_m, offs_n, N, mask, SHARED, WHOLE, COMPUTE)
+        return factor, shift
+
+
+@triton.jit
+def _store_modulated(
+    x, mean, rest, rstd, factor, shift, y_ptr, s_ptr, offs_m, out, offs_n, N, mask, LAYER: tl.constexpr
+):
+    y = _normed(x, mean, rest, rstd, LAYER) * factor + shift
     cells = out + offs_m[:, None] * N + offs_n[None, :]
     tl.store(y_ptr + cells, round_to(y, y_ptr.dtype.element_ty), mask=mask)
     if s_ptr is not None:
@@ -113,6 +122,11 @@ def _modulated_norm_fwd_kernel(
         x_ptr, r_ptr, gate_ptr, s_ptr, x_strides, r_strides, gate_strides, a, b, m, offs_m, offs_n, N, mask,
         SHARED, WHOLE, COMPUTE,
     )  # fmt: skip
+    if r_ptr is None:  # before the sums: the wait for x covers that for these. With a residual registers do not do
+        factor, shift = _load_modulation(
+            scale_ptr, shift_ptr, w_ptr, scale_strides, shift_strides, a, b, m, offs_m, offs_n, N, mask,
+            SHARED, WHOLE, COMPUTE,
+        )  # fmt: skip
     if TAIL:
         offs_t = BLOCK_N + tl.arange(0, TAIL)
         mask_t = inside(offs_m, offs_t, M - m, N, WHOLE)
@@ -120,6 +134,11 @@ def _modulated_norm_fwd_kernel(
             x_ptr, r_ptr, gate_ptr, s_ptr, x_strides, r_strides, gate_strides, a, b, m, offs_m, offs_t, N, mask_t,
             SHARED, WHOLE, COMPUTE,
         )  # fmt: skip
+        if r_ptr is None:
+            factor_t, shift_t = _load_modulation(
+                scale_ptr, shift_ptr, w_ptr, scale_strides, shift_strides, a, b, m, offs_m, offs_t, N, mask_t,
+                SHARED, WHOLE, COMPUTE,
+            )  # fmt: skip
     one = tl.full((), 1.0, COMPUTE)
     mean = tl.zeros((BLOCK_M,), COMPUTE)
     rest = mean
@@ -138,15 +157,21 @@ def _modulated_norm_fwd_kernel(
             square += tl.sum(x_t * x_t, axis=1)
     rstd = _rstd(rest, square / N, eps)
     _store_stats(stats_ptr + row * 3, mean, rest, rstd, offs_m, offs_m < M - m)
-    _store_modulated(
-        x, mean, rest, rstd, scale_ptr, shift_ptr, w_ptr, y_ptr, s_ptr, scale_strides, shift_strides,
-        a, b, m, offs_m, row * N, offs_n, N, mask, LAYER, SHARED, WHOLE, COMPUTE,
-    )  # fmt: skip
-    if TAIL:
-        _store_modulated(
-            x_t, mean, rest, rstd, scale_ptr, shift_ptr, w_ptr, y_ptr, s_ptr, scale_strides, shift_strides,
-            a, b, m, offs_m, row * N, offs_t, N, mask_t, LAYER, SHARED, WHOLE, COMPUTE,
+    if r_ptr is not None:
+        factor, shift = _load_modulation(
+            scale_ptr, shift_ptr, w_ptr, scale_strides, shift_strides, a, b, m, offs_m, offs_n, N, mask,
+            SHARED, WHOLE, COMPUTE,
         )  # fmt: skip
+    _store_modulated(x, mean, rest, rstd, factor, shift, y_ptr, s_ptr, offs_m, row * N, offs_n, N, mask, LAYER)
+    if TAIL:
+        if r_ptr is not None:
+            factor_t, shift_t = _load_modulation(
+                scale_ptr, shift_ptr, w_ptr, scale_strides, shift_strides, a, b, m, offs_m, offs_t, N, mask_t,
+                SHARED, WHOLE, COMPUTE,
+            )  # fmt: skip
+        _store_modulated(
+            x_t, mean, rest, rstd, factor_t, shift_t, y_ptr, s_ptr, offs_m, row * N, offs_t, N, mask_t, LAYER
+        )
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -186,10 +211,11 @@ def _modulated_norm_fwd_kernel_wide(
             x_ptr, r_ptr, gate_ptr, s_ptr, x_strides, r_strides, gate_strides, a, b, m, offs_m, offs_n, N, mask,
             SHARED, False, COMPUTE,
         )  # fmt: skip
-        _store_modulated(
-            x, mean, rest, rstd, scale_ptr, shift_ptr, w_ptr, y_ptr, s_ptr, scale_strides, shift_strides,
-            a, b, m, offs_m, row * N, offs_n, N, mask, LAYER, SHARED, False, COMPUTE,
+        factor, shift = _load_modulation(
+            scale_ptr, shift_ptr, w_ptr, scale_strides, shift_strides, a, b, m, offs_m, offs_n, N, mask,
+            SHARED, False, COMPUTE,
         )  # fmt: skip
+        _store_modulated(x, mean, rest, rstd, factor, shift, y_ptr, s_ptr, offs_m, row * N, offs_n, N, mask, LAYER)
 
 
 @triton.jit

@@ -121,11 +121,14 @@ def plan_tiles(layout, multiprocessors, max_warps):
 @functools.lru_cache(4096)
 def plan_reduction(layout, itemsize, multiprocessors, max_warps, combine):
     """As `plan_tiles`. Shares of a copy, of which a read takes part; a copy of as many bytes has 0.95: H200 bf16."""
-    if _across(layout):  # sum and amax 0.84 at 32768 x 4096 and 0.85 at 8388608 x 16; without stages 0.73 to 0.81
+    if _across(layout):  # at 32768 x 4096 and 8388608 x 16 sum and amax 0.88; without stages 0.73 to 0.81
         stages = {1: 3, 2: 3, 4: 2}.get(itemsize, 1)
+        if combine in ("argmax", "argmin"):  # 0.78 at 32768 x 4096; as the others 0.67
+            return _tiles(layout, multiprocessors, 64, 4096, warps(4, max_warps), stages + (stages == 3), 2)
         return _tiles(layout, multiprocessors, 64, 4096, warps(4, max_warps), stages, 4)
-    if layout.N > 2**17 and combine == "sum":  # 0.80 at 16 x 8388608
-        return _tiles(layout, multiprocessors, 1, 16384, warps(8, max_warps))
+    if layout.N > 2**17 and combine != "logsumexp":  # at 16 x 8388608 sum and amax 0.90, argmax 0.88, var 0.78; with a
+        stages = {1: 3, 2: 3, 4: 2}.get(itemsize, 1)  # stage 0.84, 0.88, 0.86, 0.61
+        return _tiles(layout, multiprocessors, 1, 8192, warps(8, max_warps), stages, 2)
     if layout.N > 8192:  # at 128256 amax 0.98, argmax 0.95, sum 0.97, var 0.89, logsumexp 0.93
         return _tiles(layout, multiprocessors, 1, 4096 if combine == "logsumexp" else 8192, warps(8, max_warps))
     if layout.N > 1024 and combine not in ("moments", "logsumexp"):  # at 4096 sum 0.89, amax 0.90, argmax 0.87
@@ -211,10 +214,11 @@ def _pairs(x):
 def _better(x, s0, COMBINE: tl.constexpr, COMPUTE: tl.constexpr):
     """Whether x replaces s0, which came before it. NaN stays: nothing compares better than it."""
     if COMBINE == "min" or COMBINE == "argmin":
-        better = x < s0
+        worse = x >= s0
     else:
-        better = x > s0
-    return better if COMPUTE == tl.int64 else better | ((x != x) & (s0 == s0))
+        worse = x <= s0
+    better = worse == 0  # so is a NaN
+    return better if COMPUTE == tl.int64 else better & (s0 == s0)
 
 
 @triton.jit
@@ -595,14 +599,6 @@ def reduce(x, dims, y, stats, kind, param, compute):
         x, _ = reduced_last(x, dims)
         layout = layout_of(x.shape, (-1,), x.stride())
     _reduce_layout(x, y, stats, layout, kind, param, compute)
-
-
-def sum_parts(parts, y):
-    """The sum of the rows of parts, which are dense and few, into y, in one launch."""
-    device = facts(parts.device)
-    layout = layout_of(parts.shape, (0,), parts.stride())
-    plan, steps, _, _ = plan_reduction(layout, parts.element_size(), device.multiprocessors, device.max_warps, "sum")
-    _reduce_layout(parts, y, None, layout, "sum", 0.0, parts.dtype, (plan, steps, steps, 1))
 
 
 def reduce_backward(dy, x, stats, dims, dx, kind, param, factor):

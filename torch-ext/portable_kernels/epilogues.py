@@ -17,11 +17,11 @@ from . import _checks, _norms
 from ._activation_math import ACTIVATIONS, FORMULAS, activate, activate_gradient, gradient
 from ._device import facts, launch
 from ._dispatch import differentiable, use_kernel
+from ._norms import load_rows
 from ._ops import add_op_namespace_prefix
 from ._pointwise import elements, plan
-from ._reductions import sum_parts
 from ._replay import replayed
-from ._rows import at, compute_dtype, row_index, rows, sum_leading, warps
+from ._rows import compute_dtype, first_row, inside, rows, sum_leading, warps
 from ._triton import cdiv, next_power_of_2, round_to, scalar, tl, triton, triton_dtype
 
 SECOND_ORDER = "reference"
@@ -61,59 +61,66 @@ def _residual_scale_add_bwd_reference(dy, x, scale, need_dscale):
 @triton.jit(do_not_specialize=["M", "n_tiles"])
 def _epilogue_fwd_kernel(
     y_ptr, x_ptr, p_ptr, r_ptr, B, M, N, n_tiles, y_strides, x_strides, p_strides, r_strides, a, b,
-    ACROSS: tl.constexpr, ACTIVATION: tl.constexpr, PRECISE: tl.constexpr, COMPUTE: tl.constexpr,
+    ACROSS: tl.constexpr, ACTIVATION: tl.constexpr, PRECISE: tl.constexpr, COMPUTE: tl.constexpr, WHOLE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """A program owns BLOCK_N columns of every num_programs(1)-th row tile. p: the bias of an activation, or the scale
     of x, with strides of 0 along the dimensions that it lacks; it is read once, but where it lies ACROSS the rows."""
+    tile_m = tl.arange(0, BLOCK_M)
     offs_n = tl.cast(tl.program_id(0), tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
-    mask_n = (offs_n < N)[None, :]
     p = tl.zeros((1, 1), COMPUTE)
     if not ACROSS:
-        p = tl.load(p_ptr + (offs_n * p_strides[3])[None, :], mask=mask_n, other=0.0).to(COMPUTE)
+        one = tl.arange(0, 1)
+        p = load_rows(p_ptr, p_strides, 0, 0, 0, one, offs_n, inside(one, offs_n, 1, N, WHOLE), COMPUTE)
     for tile in range(tl.program_id(1), n_tiles, tl.num_programs(1)):
-        outer_a, outer_b, offs_m = row_index(tile, B, M, BLOCK_M)
-        mask = (offs_m < M)[:, None] & mask_n
-        x = tl.load(at(x_ptr, x_strides, outer_a, outer_b, offs_m, offs_n), mask=mask, other=0.0).to(COMPUTE)
+        outer_a, outer_b, m = first_row(tile, B, M, BLOCK_M)
+        mask = inside(tile_m, offs_n, M - m, N, WHOLE)
+        x = load_rows(x_ptr, x_strides, outer_a, outer_b, m, tile_m, offs_n, mask, COMPUTE)
         q = p
         if ACROSS:
-            q = tl.load(at(p_ptr, p_strides, outer_a, outer_b, offs_m, offs_n), mask=mask, other=0.0).to(COMPUTE)
+            q = load_rows(p_ptr, p_strides, outer_a, outer_b, m, tile_m, offs_n, mask, COMPUTE)
         if r_ptr is None:
             y = activate(x + q, a, b, ACTIVATION, PRECISE)
         else:
-            r = tl.load(at(r_ptr, r_strides, outer_a, outer_b, offs_m, offs_n), mask=mask, other=0.0).to(COMPUTE)
-            y = r + x * q
-        tl.store(at(y_ptr, y_strides, outer_a, outer_b, offs_m, offs_n), round_to(y, y_ptr.dtype.element_ty), mask=mask)
+            y = load_rows(r_ptr, r_strides, outer_a, outer_b, m, tile_m, offs_n, mask, COMPUTE) + x * q
+        row = y_ptr + outer_a * y_strides[0] + outer_b * y_strides[1] + m * y_strides[2]
+        cells = (tl.cast(tile_m, tl.int64) * y_strides[2])[:, None] + (offs_n * y_strides[3])[None, :]
+        tl.store(row + cells, round_to(y, y_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit(do_not_specialize=["M", "n_tiles"])
 def _epilogue_bwd_kernel(
     dy_ptr, x_ptr, p_ptr, dx_ptr, dp_ptr, B, M, N, n_tiles, dy_strides, x_strides, p_stride, a, b,
-    ACTIVATION: tl.constexpr, PRECISE: tl.constexpr, COMPUTE: tl.constexpr,
+    ACTIVATION: tl.constexpr, PRECISE: tl.constexpr, COMPUTE: tl.constexpr, WHOLE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """A program owns BLOCK_N columns of every num_programs(1)-th row tile, and their share of the parameter's sum."""
     pid_m = tl.program_id(1)
+    tile_m = tl.arange(0, BLOCK_M)
     offs_n = tl.cast(tl.program_id(0), tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
-    mask_n = (offs_n < N)[None, :]
-    p = tl.load(p_ptr + (offs_n * p_stride)[None, :], mask=mask_n, other=0.0).to(COMPUTE)
+    p = tl.load(p_ptr + (offs_n * p_stride)[None, :], mask=(offs_n < N)[None, :], other=0.0).to(COMPUTE)
     dp = tl.zeros((BLOCK_M, BLOCK_N), COMPUTE)
     for tile in tl.range(pid_m, n_tiles, tl.num_programs(1), num_stages=STAGES):
-        outer_a, outer_b, offs_m = row_index(tile, B, M, BLOCK_M)
-        mask = (offs_m < M)[:, None] & mask_n
-        dy = tl.load(at(dy_ptr, dy_strides, outer_a, outer_b, offs_m, offs_n), mask=mask, other=0.0).to(COMPUTE)
-        x = tl.load(at(x_ptr, x_strides, outer_a, outer_b, offs_m, offs_n), mask=mask, other=0.0).to(COMPUTE)
+        outer_a, outer_b, m = first_row(tile, B, M, BLOCK_M)
+        mask = inside(tile_m, offs_n, M - m, N, WHOLE)
+        dy = load_rows(dy_ptr, dy_strides, outer_a, outer_b, m, tile_m, offs_n, mask, COMPUTE)
+        x = load_rows(x_ptr, x_strides, outer_a, outer_b, m, tile_m, offs_n, mask, COMPUTE)
         if ACTIVATION is None:
             dx = dy * p
             dp += dy * x
         else:
             dx = activate_gradient(dy, x + p, a, b, ACTIVATION, PRECISE)
             dp += tl.where(mask, dx, 0.0)
-        out = ((outer_a * B + outer_b) * M + offs_m)[:, None] * N + offs_n[None, :]
-        tl.store(dx_ptr + out, round_to(dx, dx_ptr.dtype.element_ty), mask=mask)
+        row = dx_ptr + ((outer_a * B + outer_b) * M + m) * N
+        cells = tl.cast(tile_m, tl.int64)[:, None] * N + offs_n[None, :]
+        tl.store(row + cells, round_to(dx, dx_ptr.dtype.element_ty), mask=mask)
     if dp_ptr is not None:
         dp = round_to(tl.sum(dp, axis=0), dp_ptr.dtype.element_ty)
         tl.store(dp_ptr + tl.cast(pid_m, tl.int64) * N + offs_n, dp, mask=offs_n < N)
+
+
+def _whole(layout, tile):
+    return layout.N % tile.BLOCK_N == 0 and layout.M % tile.BLOCK_M == 0
 
 
 def _options(compute, activation, operands):
@@ -122,8 +129,8 @@ def _options(compute, activation, operands):
 
 
 def _plan(layout):
-    """(tile, programs a multiprocessor). A thread has two rows, so that the bias serves twice: 0.92 to 0.96 of a copy
-    for gelu, H200 bf16."""
+    """(tile, programs a multiprocessor). A thread has two rows, so that the bias serves twice: 0.96 and 0.94 of a copy
+    for gelu at 16384 x 14336 and 32768 x 4096, H200 bf16."""
     tile = plan(layout)
     if layout.M > 1 and layout.N >= 1024 and all(s[3] <= 1 for s in layout.strides):
         tile = tile._replace(BLOCK_M=2, BLOCK_N=1024)
@@ -148,20 +155,27 @@ def _forward(x, param, residual, dtype, activation, a, b):
             (*operands, layout.B, layout.M, layout.N, layout.blocks(tile.BLOCK_M), *layout.strides,
              scalar(a, compute), scalar(b, compute)),
             ACROSS=any(layout.strides[2][:3]), **_options(compute, activation, (y, *inputs[1:])),
-            **tile._asdict(),
+            WHOLE=_whole(layout, tile), **tile._asdict(),
         )  # fmt: skip
     return y
 
 
-def _backward_plan(layout, itemsize, device):
-    """(tile, parts). 0.81 to 0.90 of a copy for gelu, 0.94 for silu, H200 bf16."""
-    tile = _norms.BackwardPlan(1, 2048, False, 3, warps(4, device.max_warps), 4)
+def _backward_plan(layout, itemsize, scaled, device):
+    """(tile, parts). Of a copy, H200 bf16: gelu 0.85 and 0.93 at widths of 14336 and 4096; a scale 0.94."""
+    tile = _norms.BackwardPlan(1, 1024, False, 3, warps(2, device.max_warps), 8)
+    if scaled:  # with the tile above 0.92
+        tile = tile._replace(BLOCK_N=2048, num_warps=warps(4, device.max_warps), programs=4)
     if itemsize > 4:
         tile = tile._replace(STAGES=2)
     if layout.A * layout.B == 1 and layout.M <= 64:  # a tile has all rows, and no sum is left for another launch
         BLOCK_M = next_power_of_2(layout.M)
         BLOCK_N = min(next_power_of_2(layout.N), 4096 // BLOCK_M, 512)
-        return tile._replace(BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, STAGES=1), 1
+        while BLOCK_N > 32 and cdiv(layout.N, BLOCK_N) < device.multiprocessors:  # 16 x 4096: 0.79; in 16 programs 0.55
+            BLOCK_N //= 2
+        num_warps = warps(4, device.max_warps)
+        return tile._replace(BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, STAGES=1, num_warps=num_warps), 1
+    if any(s[3] == 1 and s[2] % 8 for s in layout.strides):  # no loads of 16 bytes. 1823 x 781: 0.67; as others 0.42
+        tile = tile._replace(BLOCK_M=8, BLOCK_N=256, STAGES=1, num_warps=warps(4, device.max_warps), programs=4)
     # What is contiguous along M is read in lines.
     BLOCK_N = min(next_power_of_2(layout.N), tile.BLOCK_N if all(s[3] == 1 for s in layout.strides) else 64)
     tile = tile._replace(BLOCK_M=tile.BLOCK_M * tile.BLOCK_N // BLOCK_N, BLOCK_N=BLOCK_N)
@@ -176,7 +190,7 @@ def _backward(dy, x, param, need_dp, activation, a, b):
         return dx, param.new_zeros(param.shape) if need_dp else x.new_empty(0)
     compute = compute_dtype(dy, x, param)
     layout, (dy, x) = rows(dy, x)
-    tile, parts = _backward_plan(layout, dy.element_size() + x.element_size(), facts(x.device))
+    tile, parts = _backward_plan(layout, dy.element_size() + x.element_size(), activation is None, facts(x.device))
     each = param.numel() == layout.N  # column has a number of its own
     dp = None
     if need_dp:
@@ -189,13 +203,13 @@ def _backward(dy, x, param, need_dp, activation, a, b):
         (dy, x, param, dx, dp, layout.B, layout.M, layout.N, layout.blocks(tile.BLOCK_M), *layout.strides,
          param.stride(0) if param.numel() > 1 else 0, scalar(a, compute), scalar(b, compute)),
         **_options(compute, activation, (dx, param if need_dp else None)),
-        BLOCK_M=tile.BLOCK_M, BLOCK_N=tile.BLOCK_N, STAGES=tile.STAGES, num_warps=tile.num_warps,
+        WHOLE=_whole(layout, tile), BLOCK_M=tile.BLOCK_M, BLOCK_N=tile.BLOCK_N, STAGES=tile.STAGES,
+        num_warps=tile.num_warps,
     )  # fmt: skip
     if not need_dp:
         return dx, x.new_empty(0)
     if each and parts > 1:
-        parts, dp = dp, torch.empty(layout.N, dtype=param.dtype, device=x.device)
-        sum_parts(parts, dp)
+        (dp,) = _norms.sum_parts((dp, param.dtype))
     elif not each:
         dp = dp.sum().to(param.dtype)
     return dx, dp.view(param.shape)

@@ -19,6 +19,7 @@ from ._device import facts, launch
 from ._dispatch import differentiable, use_kernel
 from ._group_norm import (
     _group_norm_bwd_kernel,
+    _group_norm_bwd_kernel_means,
     _group_norm_bwd_kernel_share,
     _group_norm_fwd_kernel,
     _group_norm_fwd_kernel_apply,
@@ -75,9 +76,10 @@ class GroupPlan(NamedTuple):
     num_warps: int
 
 
-def _plan(batch, C, S, groups, channels_last, device):
-    """Of a copy, forward / backward, H200 bf16: a group a program 0.54 / 0.47 at (8, 320, 128, 128) and 32
-    groups, where shares have 0.53 / 0.36; shares 0.61 / 0.48 at (2, 256, 512, 512). Channels-last: untuned.
+def _plan(batch, C, S, groups, channels_last, device, backward=False):
+    """Of a copy, forward / backward, H200 bf16: a group a program 0.63 / 0.50 at (8, 320, 128, 128) and 32 groups,
+    where shares have 0.59 / 0.36; shares 0.60 / 0.48 at (2, 256, 512, 512). One reading, shares kept in registers by
+    programs that tell each other their moments: 0.53 / 0.54, and 0.46 / 0.40. Channels-last: untuned.
     """
     width = C // groups
     size = width * S
@@ -89,7 +91,7 @@ def _plan(batch, C, S, groups, channels_last, device):
         BLOCK_C = min(next_power_of_2(channels), 64)
         BLOCK_S = min(next_power_of_2(S), elements // BLOCK_C)
     else:
-        elements, num_warps = (2048, 4) if size <= 4096 else (8192, 16) if fused else (4096, 4)
+        elements, num_warps = (2048, 4) if size <= 4096 else (8192, 16 if backward else 32) if fused else (4096, 4)
         BLOCK_S = min(next_power_of_2(S), elements)
         BLOCK_C = min(next_power_of_2(channels), elements // BLOCK_S)
     # Enough programs for the device; few enough tiles for the first one's mean to be near the mean of all.
@@ -123,12 +125,12 @@ def _options(x, compute, activation):
     return options, (scalar(alpha, compute), scalar(beta, compute))
 
 
-def _planned(x, groups):
+def _planned(x, groups, backward):
     """x as (batch, channels, positions), the plan, its tiles as launches take them, and the programs of a share."""
     x = _flat(x)
     batch, C, S = x.shape
     channels_last = x.stride(1) == 1 and C > 1 and S > 1
-    plan = _plan(batch, C, S, groups, channels_last, facts(x.device))
+    plan = _plan(batch, C, S, groups, channels_last, facts(x.device), backward)
     tile = {"BLOCK_C": plan.BLOCK_C, "BLOCK_S": plan.BLOCK_S, "num_warps": plan.num_warps}
     return x, plan, tile, batch * cdiv(C, plan.BLOCK_C)
 
@@ -144,7 +146,7 @@ def group_norm_fwd(
     if not x.numel():
         return y, stats.fill_(torch.nan)
     options, numbers = _options(x, compute, activation)
-    x, plan, tile, programs = _planned(x, groups)
+    x, plan, tile, programs = _planned(x, groups, False)
     device, (batch, C, S) = x.device, x.shape
     affine = (_norms.packed(weight), _norms.packed(bias))
     strides = (x.stride(), _flat(y).stride())
@@ -182,7 +184,7 @@ def group_norm_bwd(
     parts = stats.new_zeros((1, x.shape[1])), stats.new_zeros((1, x.shape[1]))
     if x.numel():
         options, numbers = _options(x, stats.dtype, activation)
-        x, plan, tile, programs = _planned(x, groups)
+        x, plan, tile, programs = _planned(x, groups, True)
         dy, device, (batch, C, S) = _flat(dy), x.device, x.shape
         inputs = (dy, x, _norms.packed(weight), _norms.packed(bias), stats)
         chunks = 1 if plan.FUSED else cdiv(S, plan.CHUNK)
@@ -194,9 +196,15 @@ def group_norm_bwd(
         else:
             kernel, args = _group_norm_bwd_kernel_share, (*inputs, None, None, None, *parts, *rest)
             launch(kernel, (programs * chunks,), device, args, **options, **tile, CHUNK=plan.CHUNK)
-            means = (t.view(batch, chunks, C).sum(1) for t in parts)
-            means = (t if weight is None else t * weight for t in means)
-            means = (t.view(batch, groups, -1).sum(2) / (C // groups * S) for t in means)
+            means = stats.new_empty((batch, groups)), stats.new_empty((batch, groups))
+            width = C // groups
+            BLOCK_C = min(next_power_of_2(width), 32)
+            launch(
+                _group_norm_bwd_kernel_means, (batch * groups,), device,
+                (*parts, inputs[2], *means, C, S, groups, chunks),
+                COMPUTE=options["COMPUTE"], BLOCK_C=BLOCK_C, BLOCK_P=min(next_power_of_2(chunks), 1024 // BLOCK_C),
+                num_warps=4,
+            )  # fmt: skip
             args = (*inputs, *means, dx, None, None, *rest)
             launch(kernel, (programs * cdiv(S, plan.BLOCK_S),), device, args, **options, **tile, CHUNK=plan.BLOCK_S)
     pairs = ((t, p.dtype) if need else (None, None) for t, p, need in zip(parts, (bias, weight), (need_db, need_dw)))
