@@ -385,6 +385,18 @@ def test_what_comes_again_is_known_at_once(replayed, internals, device, monkeypa
                 for args, options in kinds:
                     assert torch.equal(f(*args, **options), args[0] * args[1] + options.get("shift", 0.0))
     assert len(asked) == before and len(f.calls) == 2
+    f = replayed(lambda x, factor, axes, sizes: (x * factor).sum(axes).expand(sizes))
+    for _ in range(4):  # other objects each time
+        before = len(asked)
+        f(torch.randn(2, 3, device=device), float("0.0"), tuple([0, 1]), [2, 2])
+    assert len(asked) == before and len(f.calls) == 1
+
+
+def test_tests_that_never_hold_are_given_up(replayed, internals, device, monkeypatch):
+    module, made = internals("_replay"), []
+    monkeypatch.setattr(module, "_test_of", lambda *call: made.append(call) or (lambda *_: False))
+    f, x = replayed(lambda x: x + 1), torch.zeros(3, device=device)
+    assert all(f(x).eq(1).all() for _ in range(20)) and len(f.calls) == 1 and len(made) < 8
 
 
 def test_threads(replayed, device):
@@ -498,3 +510,23 @@ def test_public_functions_repeat_with_gradients(kernel, device, on_kernels, inte
             monkeypatch.setattr(internals("_replay"), "_LIMIT", 4096)
             assert same(got, expected)
         assert counts[2] == counts[1], "watched again"
+
+
+def test_registered_ops_repeat(kernel, device, on_kernels, internals, monkeypatch):
+    """As compiled graphs call them, whatever gradients are asked for outside."""
+    if not on_kernels:
+        pytest.skip("kernels alone are repeated")
+    op = internals("_dispatch")._overload(internals("rms_norm").rms_norm_fwd._qualname)
+    launches = []
+    launch = internals("_device").launch
+    monkeypatch.setattr(internals("rms_norm"), "launch", lambda *a, **o: launches.append(a) or launch(*a, **o))
+    w = torch.randn(41, device=device, requires_grad=True)
+    for state in (torch.no_grad, torch.enable_grad, torch.inference_mode):
+        with state():
+            for n in range(4):
+                x = torch.randn(5, 41, device=device)
+                y, rstd = op(x, w, None, 1e-6, 0.0, False)
+                assert torch.equal(y, kernel.rms_norm(x, w)) and y.requires_grad == (state is torch.enable_grad)
+                assert y.data_ptr() != rstd.data_ptr() and len(launches) <= 4
+                launches.clear() if n == 1 else None
+            assert not launches, "made again"

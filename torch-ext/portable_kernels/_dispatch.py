@@ -9,7 +9,7 @@ import sys
 
 import torch
 
-from ._device import runs_kernels, watching
+from ._device import KERNEL_DEVICES, runs_kernels, watching
 from ._replay import replayed
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
@@ -139,7 +139,7 @@ def differentiable(op, reference, setup_context=None, backward=None, *, like=Non
         model = None if like is None else like(*args) if callable(like) else args[like]
         return tuple(_lay(t, model) for t in results) if isinstance(results, tuple) else _lay(results, model)
 
-    op.register_kernel("cpu")(direct)
+    op.register_kernel(("cpu", *KERNEL_DEVICES))(replayed(direct))  # compiled graphs call it, and repeat
     registered = _by_name(op)
     _RULES[op._qualname] = reference, rowwise
 

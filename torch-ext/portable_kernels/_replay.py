@@ -55,7 +55,7 @@ def replayed(function):
     Only where nothing traces or transforms: all that a call does is then seen by watching it. A call that gradients
     will flow through is repeated too, where its derivative is an op's own or PyTorch's.
     """
-    signatures = {}  # by the types of the arguments: (what tells kinds of calls apart, {kind: (the repeat, its test)})
+    signatures = {}  # by the types of the arguments: (what tells kinds apart, {kind: (repeat, its test, tests made)})
     recent = {}  # by the form of the arguments: what was repeated last, [(test, repeat), ...]
 
     @functools.wraps(function)
@@ -88,15 +88,15 @@ def replayed(function):
                 finally:
                     _device.watching.within = False
             result, repeat = _watch(function, args, kwargs)
-            known[key] = repeat, _test_of(args, kwargs) if repeat else None
+            known[key] = repeat, _test_of(args, kwargs) if repeat else None, 1
             return result
-        repeat, is_alike = found
+        repeat, is_alike, tests = found
         if repeat is None or _device.profiled():
             return function(*args, **kwargs)
         last = recent.get(form, ())
         if any(is_alike is test for test, _ in last):  # it failed: inference mode, for one, is another state to guards
-            is_alike = _test_of(args, kwargs)
-            known[key] = repeat, is_alike
+            is_alike = _test_of(args, kwargs) if tests < _RECENT else None
+            known[key] = repeat, is_alike, tests + 1
         if is_alike is not None:
             recent[form] = ((is_alike, repeat), *last[: _RECENT - 1])
         return repeat(*args, **kwargs)
@@ -157,7 +157,7 @@ def _test_of(args, kwargs):
     given = [*((f"_{i}", a) for i, a in enumerate(args)), *kwargs.items()]
     tensors = {name: a for name, a in given if type(a) in _TENSORS}
     rest = {name: a for name, a in given if name not in tensors}
-    if _guards is None or _autocast() or any(type(a) is list for a in rest.values()):  # a list may change
+    if _guards is None or _autocast():
         return None
     values = {
         "GUARD": _guards(*tensors.values(), dynamic_dims_sizes=None, dynamic_dims_strides=None).check,
@@ -173,8 +173,15 @@ def _test_of(args, kwargs):
         t.is_floating_point() and t.dtype not in _HALVES for t in tensors.values()
     )
     for n, a in rest.items():
-        equal = f" or type({n}) is {type(a).__name__} and {n} == GIVEN{n}"
-        tests += [f"({n} is GIVEN{n}{equal * (type(a) in (int, str) or (type(a) is float and a != 0))})"]  # 0.0 == -0.0
+        kind = type(a).__name__
+        values[f"TYPES{n}"], values[f"REPR{n}"] = [*map(type, a)] if type(a) in _LISTS else None, repr(a)
+        if type(a) in _LISTS:
+            tests += [f"type({n}) is {kind} and [*map(type, {n})] == TYPES{n} and repr({n}) == REPR{n}"]
+        elif type(a) in (int, float, str):
+            sign = f" and repr({n}) == REPR{n}" * (type(a) is float and a == 0)  # 0.0 == -0.0
+            tests += [f"({n} is GIVEN{n} or type({n}) is {kind} and {n} == GIVEN{n}{sign})"]
+        else:
+            tests += [f"{n} is GIVEN{n}"]
     source = f"def is_alike({', '.join(name for name, _ in given)}):\n    return {' and '.join(tests)}\n"
     is_alike = _written(source, values)
     return is_alike if is_alike(*args, **kwargs) else None
