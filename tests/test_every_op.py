@@ -812,6 +812,27 @@ def test_strides_past_32_bits(call, tmp_path):
     stretched(call.again(torch.bfloat16, rows=8), 8, False, tmp_path)
 
 
+@sample([n for n in NAMES if n not in SQUARE | RANDOM | BATCHES])
+def test_batches_past_32_bits(call, tmp_path):
+    """Batches of two by two rows, of which the last begins past 2^31 elements."""
+    flat, there = (call.again(torch.bfloat16, rows=12) for _ in range(2))
+    room, used = 2**30 + 64, 0
+    space = vast(2 * room + 2**20, call.device, tmp_path)
+    for key in there.tensors:
+        t = flat.given[key]
+        if t.shape[:1] == (12,):
+            there.given[key] = t.unflatten(0, (3, 2, 2))
+            if t.dtype == space.dtype:
+                width = t[0].numel()
+                strides = room, 3 * width, width, *t[0].contiguous().stride()
+                there.given[key] = space.as_strided((3, 2, 2, *t.shape[1:]), strides, used).copy_(there.given[key])
+                used += 8 * width
+    leaves = [[c.given[n].detach().requires_grad_() for n in c.names] for c in (there, flat)]
+    for a, b in zip(everything(there, leaves[0]), everything(flat, leaves[1]), strict=True):
+        if a is not None:
+            near(a.reshape(b.shape), b)
+
+
 @some
 def test_columns_past_32_bits(call, tmp_path):
     """Columns of which the last lie past 2^31 elements."""

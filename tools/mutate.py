@@ -92,7 +92,9 @@ TESTS = {  # files whose tests are not named after them
     "_attention_fwd_sm90": "attention_plans",
     "_attention_bwd_sm90": "attention_plans", "_scaled_matmul_sm90": "scaled_matmul", "_norms_sm90": "rms_norm",
 }  # fmt: skip
-FIRST = {"offset": ["tests/test_every_op.py::test_strides_past_32_bits"]}  # by fault: tests besides the file's own
+FIRST = {  # by fault: tests besides the file's own
+    "offset": [f"tests/test_every_op.py::test_{far}_past_32_bits" for far in ("strides", "batches")],
+}
 THEN = dict.fromkeys(("stride", "tiles"), ["tests/test_every_op.py::test_awkward_rows"])
 EQUIVALENT = {  # (file, fault, text of the line): why no test can see it broken, here
     (
@@ -133,6 +135,20 @@ EQUIVALENT = {  # (file, fault, text of the line): why no test can see it broken
         "fill",
         "g = tl.load(g, mask=counted, other=0.0).to(COMPUTE) * factor",
     ): "an ignored row, whose probabilities are all 0",
+    **{
+        (
+            "distillation",
+            "fill",
+            f"{log} = ({x} - tl.load({first}, mask=counted, other=0.0)[:, None])"
+            f" - tl.load(out + {second}, mask=counted, other=0.0)[:, None]",
+        ): "an ignored row, whose probabilities are all 0"
+        for log, x, first, second in (("logp", "x", "out", 1), ("logq", "t", "out + 2", 3))
+    },
+    (
+        "dropout",
+        "fill",
+        "x = tl.load(at(x_ptr, x_strides, a, b, offs_m, offs_n), mask=mask, other=0.0).to(COMPUTE)",
+    ): "a lane that is not stored",
     (
         "_linear_cross_entropy",
         "fill of a maximum",
