@@ -64,7 +64,7 @@ accuracy: $(STAMP) ## Measure errors against float64 beside PyTorch's, into docs
 	CUDA_VISIBLE_DEVICES= $(IN_VENV) tools/accuracy.py
 	TRITON_INTERPRET=1 $(IN_VENV) tools/accuracy.py
 
-portability: $(STAMP) ## Compile every kernel for twelve GPUs that need not be there, into docs/portability.md: an hour.
+portability: $(STAMP) ## Compile every kernel for twelve GPUs that need not be there, into docs/portability.md: half an hour.
 	$(IN_VENV) tools/portability.py
 
 kit: $(STAMP) ## Make an op and a kernel repository of every kind, and run the tests that they come with.
