@@ -37,7 +37,7 @@ def plan(sequences, rows, keys, D, itemsize, multiprocessors, shared_memory, spl
     tiles = sequences * cdiv(rows, BLOCK_M)
     if not splits:
         splits = _splits(tiles, keys, 2 * multiprocessors)
-    if splits == 1 and itemsize == 2 and 2 * 3 * 128 * width <= shared_memory:
+    if splits == 1 and BLOCK_M == 16 and itemsize == 2 and 2 * 3 * 128 * width + 16384 <= shared_memory:
         # 64, 128 and 256 sequences with 8 heads of keys: 1.03, 1.03 and 1.02 of a copy, H200 bf16, D = 128; 64 keys a
         # step 0.90, 1.00 and 1.03. Where programs share the keys of a head, 64 keys have 0.01 to 0.03 more than 128.
         BLOCK_N = 128
