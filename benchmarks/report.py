@@ -158,6 +158,13 @@ def earlier(rows):
     return "".join(f"† Measured at commit {c}, and not since, for want of time on the device.\n" for c in commits)
 
 
+def peers(sweep):
+    """Who the columns are, with the versions that were measured."""
+    names = {"liger": "Liger", "quack": "quack", "gems": "FlagGems", "fla": "flash-linear-attention"}
+    found = [f"`{name}` is {names[name]} {version}" for name, version in sweep.get("peers", {}).items()]
+    return f"{', '.join(found)}.\n" if found else ""
+
+
 def pictures(sweep):
     """{file in docs/plots: op} of the ops that have sizes to plot."""
     ops = {r["op"] for r in sweep["rows"]}
@@ -206,7 +213,7 @@ docstring says how. {of(sweep)}, bfloat16.
 A device copy of 2^27 elements runs at {ceiling["copy_gbps"]:.0f} GB/s, and a product of 4096 x 4096 matrices by the
 vendor's library at {ceiling["matmul_tflops"]:.0f} TFLOP/s. A cell is empty where a way was not there, refused or was
 wrong, and where the device waited for the host (80th percentile over 1.5 times the 20th: {sweep["disturbed"]} times).
-{earlier(sweep["rows"])}
+{peers(sweep)}{earlier(sweep["rows"])}
 
 [performance.html](performance.html) has the same numbers to choose from, sort and plot, in one file for a browser.
 

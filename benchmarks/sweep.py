@@ -15,9 +15,11 @@ the JSON has what was measured so far. `--add` keeps what an earlier run measure
 """
 
 import argparse
+import contextlib
 import datetime
 import functools
 import gc
+import importlib.metadata
 import importlib.util
 import itertools
 import json
@@ -48,6 +50,7 @@ CALLS = 1000  # of which the host's share is the mean, five times
 WARM = 3  # calls before the first that is measured
 CYCLES = 1.8e9  # of the device, in a second
 READ_BLOCK = 4096  # numbers of 32 bits that a program of the yardstick reads
+PEERS = {"liger": "liger-kernel", "quack": "quack-kernels", "gems": "flag-gems", "fla": "fla-core"}  # as packages
 PROVIDERS = ("compile", "liger", "quack", "gems", "fla", "cudnn", "flash2")
 
 
@@ -454,6 +457,15 @@ def write(record, path):
     path.write_text(json.dumps({**record, "rows": []}, indent=1).replace('"rows": []', f'"rows": [\n{rows}\n]') + "\n")
 
 
+def versions():
+    """{peer: version} of those that are installed."""
+    found = {}
+    for name, package in PEERS.items():
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[name] = importlib.metadata.version(package)
+    return found
+
+
 def place(row):
     """Where a row belongs: in the order of the workloads' ops, cases and directions."""
     cases = list(WORKLOADS[row["op"]].cases)
@@ -478,6 +490,7 @@ def added(earlier, record, providers):
         "host_commit": record["commit"] if record["host"] else earlier.get("host_commit", earlier["commit"]),
         "first_call": {**earlier["first_call"], **record["first_call"]},
         "ceilings": record["ceilings"] or earlier["ceilings"],
+        "peers": {**earlier.get("peers", {}), **record["peers"]},
     }  # fmt: skip
 
 
@@ -488,7 +501,7 @@ def sweep(options):
     record = {
         "device": torch.cuda.get_device_name(), "torch": torch.__version__, "triton": triton.__version__,
         "commit": options.commit or asked.stdout.strip(), "date": datetime.date.today().isoformat(),
-        "ceilings": {}, "rows": [], "host": {}, "first_call": {}, "failed": [],
+        "peers": versions(), "ceilings": {}, "rows": [], "host": {}, "first_call": {}, "failed": [],
     }  # fmt: skip
 
     def say(text):

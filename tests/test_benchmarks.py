@@ -257,11 +257,11 @@ def test_sweep_adds_to_an_earlier_run(script):
     then = {("llama3_8b", "torch"): 1.0, ("llama3_8b", "gems"): 2.0, ("llama3_8b", "liger"): 3.0}
     earlier = {
         "commit": "a", "ceilings": {"copy_gbps": 1}, "rows": rows(then) + rows({("bert_large", "torch"): 4.0}),
-        "host": {"silu": 1}, "first_call": {"silu": 2},
+        "host": {"silu": 1}, "first_call": {"silu": 2}, "peers": {"liger": "1", "gems": "1"},
     }  # fmt: skip
     # FlagGems failed this time; Liger was not asked for.
     now = {("llama3_8b", "portable-kernels"): 5.0, ("llama3_8b", "torch"): 6.0}
-    record = {"commit": "b", "ceilings": {}, "rows": rows(now), "host": {}, "first_call": {}}
+    record = {"commit": "b", "ceilings": {}, "rows": rows(now), "host": {}, "first_call": {}, "peers": {"gems": "2"}}
     found = sweep.added(earlier, record, ["gems"])
     assert [(r["case"], r["provider"], r["ms"], r.get("commit")) for r in found["rows"]] == [
         ("llama3_8b", "portable-kernels", 5.0, None), ("llama3_8b", "torch", 6.0, None),
@@ -273,6 +273,7 @@ def test_sweep_adds_to_an_earlier_run(script):
         {"silu": 1},
         {"copy_gbps": 1},
     )
+    assert found["peers"] == {"liger": "1", "gems": "2"}
     again = sweep.added(found, {**record, "commit": "c", "rows": rows(now, "backward")}, ["gems"])
     assert [r["commit"] for r in again["rows"] if "commit" in r] == ["b", "b", "a", "a"]
 
