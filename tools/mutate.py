@@ -169,7 +169,7 @@ EQUIVALENT = {  # (file, fault, text of the line): why no test can see it broken
             "masked_softmax",
             "fill",
             f"{t} = tl.load(at({t}_ptr, {t}_strides, a, b, offs_m, offs_n), mask=mask, other=0.0).to(COMPUTE)",
-        ): "a gradient of 0 times a probability, or a probability of 0 times a gradient, or a score that is masked again"
+        ): "one of a product of which the other is 0, or a score that is masked again"
         for t in ("dy", "y", "x")
     },
     (
