@@ -145,6 +145,39 @@ EQUIVALENT = {  # (file, fault, text of the line): why no test can see it broken
         for log, x, first, second in (("logp", "x", "out", 1), ("logq", "t", "out + 2", 3))
     },
     (
+        "distillation",
+        "fill",
+        "dx = tl.where(p != 0, p * (term_p - tl.load(out + 4, mask=counted, other=0.0)[:, None]), 0.0)",
+    ): "an ignored row, whose probabilities are all 0",
+    (
+        "distillation",
+        "fill",
+        "dt = tl.where(q != 0, q * (term_q - tl.load(out + 5, mask=counted, other=0.0)[:, None]), 0.0)",
+    ): "an ignored row, whose probabilities are all 0",
+    (
+        "gated",
+        "fill",
+        "dy = tl.load(at(dy_ptr, dy_strides, outer_a, outer_b, offs_m, offs_n), mask=mask, other=0.0).to(COMPUTE)",
+    ): "a lane that is not stored",
+    (
+        "epilogues",
+        "fill",
+        "p = tl.load(p_ptr + (offs_n * p_stride)[None, :], mask=(offs_n < N)[None, :], other=0.0).to(COMPUTE)",
+    ): "a column of which nothing is stored",
+    **{
+        (
+            "masked_softmax",
+            "fill",
+            f"{t} = tl.load(at({t}_ptr, {t}_strides, a, b, offs_m, offs_n), mask=mask, other=0.0).to(COMPUTE)",
+        ): "one of a product of which the other is 0, or a score that is masked again"
+        for t in ("dy", "y", "x")
+    },
+    (
+        "dropout",
+        "fill",
+        "y += tl.load(at(r_ptr, r_strides, a, b, offs_m, offs_n), mask=mask, other=0.0).to(COMPUTE)",
+    ): "a lane that is not stored",
+    (
         "dropout",
         "fill",
         "x = tl.load(at(x_ptr, x_strides, a, b, offs_m, offs_n), mask=mask, other=0.0).to(COMPUTE)",
@@ -224,11 +257,6 @@ EQUIVALENT = {  # (file, fault, text of the line): why no test can see it broken
         "sum in 16 bits",
         'total += tl.where(peak == float("-inf"), 0.0, 1.0)',
     ): "0 and 1",
-    (
-        "_rows",
-        "offset",
-        "return 0, 0, tl.cast(tile, tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)",
-    ): "the interpreter passes no 1 as a constant",
     (
         "_rows",
         "offset",
@@ -524,10 +552,12 @@ def main():
     chosen = chosen_places(options)
     results = {}  # {name: the test that noticed, or None}
     if options.json and options.json.exists():
+        same = {(place.stem, place.fault, place.broken): name for name, place in chosen.items()}
         for line in options.json.read_text().splitlines():
             was = json.loads(line)
-            if was["name"] in chosen and was["broken"] == chosen[was["name"]].broken:
-                results[was["name"]] = was["caught_by"]
+            at, fault = was["name"].split(" ", 1)
+            if name := same.get((at.split(":")[0], fault, was["broken"])):  # on whichever line by now
+                results[name] = was["caught_by"]
     reach = {}  # {test: the kernels that it comes to}
     passing, failing = set(), set()  # of the tests that noticed a fault: those that pass without it, and the others
     slots = Slots(options.jobs)
