@@ -392,6 +392,20 @@ def test_what_comes_again_is_known_at_once(replayed, internals, device, monkeypa
     assert len(asked) == before and len(f.calls) == 1
 
 
+def test_tensors_without_strides_or_memory(replayed, device):
+    """PyTorch's guards end the process on some of these."""
+    f, x = replayed(lambda x: x + 0 if x.layout == torch.strided and not x.is_nested else None), torch.eye(3).to(device)
+    assert all(torch.equal(f(x), x) for _ in range(3))
+    others = [x.to_sparse(), x.to_sparse_csr(), torch.nested.nested_tensor([x[0], x[1, :2]])]
+    others += [torch.nested.nested_tensor([x[0], x[1, :2]], layout=torch.jagged)]
+    others += [x.to_mkldnn()] if device.type == "cpu" and torch.backends.mkldnn.is_available() else []
+    assert all(f(t) is None for t in others) and f(x.to("meta")).is_meta
+    for t in (None, 1.0, "x", [x]):
+        with pytest.raises(AttributeError):
+            f(t)
+    assert torch.equal(f(x), x)
+
+
 def test_tests_that_never_hold_are_given_up(replayed, internals, device, monkeypatch):
     module, made = internals("_replay"), []
     monkeypatch.setattr(module, "_test_of", lambda *call: made.append(call) or (lambda *_: False))

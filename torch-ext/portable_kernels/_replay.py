@@ -161,12 +161,15 @@ def _test_of(args, kwargs):
         return None
     values = {
         "GUARD": _guards(*tensors.values(), dynamic_dims_sizes=None, dynamic_dims_strides=None).check,
-        "AD": torch.autograd.forward_ad, "CURRENT": _device.current, "GRAD": torch.is_grad_enabled,
-        "LEARNS": torch.is_grad_enabled(), "FLOAT32": _device.float32_precision,
-        "PRECISION": _device.float32_precision(), **{f"GIVEN{name}": a for name, a in rest.items()},
+        "Tensor": torch.Tensor, "Parameter": torch.nn.Parameter, "AD": torch.autograd.forward_ad,
+        "CURRENT": _device.current, "GRAD": torch.is_grad_enabled, "LEARNS": torch.is_grad_enabled(),
+        "FLOAT32": _device.float32_precision, "PRECISION": _device.float32_precision(),
+        **{f"GIVEN{name}": a for name, a in rest.items()},
     }  # fmt: skip
-    tests = [f"GUARD({', '.join(tensors)})", "AD._current_level < 0"]
+    # Guards end the process where a tensor has no strides: nested ones, and those without memory, which raise here.
+    tests = [f"type({t}) is {type(a).__name__} and not {t}.is_nested" for t, a in tensors.items()]
     tests += [f"not ({' | '.join(f'{t}.data_ptr()' for t in tensors)}) % 16"]
+    tests += [f"GUARD({', '.join(tensors)})", "AD._current_level < 0"]
     tests += [f"CURRENT() == {next(iter(tensors.values())).get_device()}"] * (not INTERPRET)
     tests += ["GRAD() is LEARNS"] * any(t.requires_grad for t in tensors.values())
     tests += ["FLOAT32() == PRECISION"] * any(
@@ -182,7 +185,12 @@ def _test_of(args, kwargs):
             tests += [f"({n} is GIVEN{n} or type({n}) is {kind} and {n} == GIVEN{n}{sign})"]
         else:
             tests += [f"{n} is GIVEN{n}"]
-    source = f"def is_alike({', '.join(name for name, _ in given)}):\n    return {' and '.join(tests)}\n"
+    source = f"""def is_alike({", ".join(name for name, _ in given)}):
+    try:
+        return {" and ".join(tests)}
+    except RuntimeError:
+        return False
+"""
     is_alike = _written(source, values)
     return is_alike if is_alike(*args, **kwargs) else None
 
