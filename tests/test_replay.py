@@ -267,7 +267,14 @@ def test_results_lie_as_the_calls_do(replayed, device):
         y.copy_(x)
         return y.t()
 
+    def changed(x):
+        y = x.new_empty(3, 4).t()
+        y.copy_(x.t()).mul_(2)
+        return y.add_(1)
+
     x = torch.randn(3, 4, device=device)
+    f = replayed(changed)
+    assert all(torch.equal(f(x), x.t() * 2 + 1) for _ in range(3)) and len(f.calls) == 1
     for function in (turned, filled, lambda x: (y := x.new_zeros(3, 4)) is None or (y.t(), y), lambda x: x.t()):
         f, first = replayed(function), None
         for _ in range(3):

@@ -264,7 +264,7 @@ class _Watch(TorchDispatchMode):
         self.lines = []  # (names made, names used, text, whether it has effects)
         self.roots = {}  # of a view: (name of what it is a view of, bytes from its start)
         self.allocated = {}  # where in `lines` memory is made, by its name
-        self.laid = {}  # of a view of such memory that lies in all of it in another way: (the view, the memory's name)
+        self.laid = {}  # by the place of its line: (a view of all of such memory, its name, the memory's)
         self.turned = {}  # of a transposed matrix, by its id: the matrix
         self.asked = collections.Counter()  # how often a name is used other than by its address
         self.learns, self.casts = torch.is_grad_enabled(), _autocast()
@@ -302,7 +302,7 @@ class _Watch(TorchDispatchMode):
         try:
             used = []
             called, operands = _NAMED.get(func, func), args
-            if id(args[-1]) in self.turned and not kwargs and args[0].dim() == _PRODUCTS.get(func):
+            if func in _PRODUCTS and args[0].dim() == _PRODUCTS[func] and not kwargs and id(args[-1]) in self.turned:
                 called = torch.nn.functional.linear  # which turns the matrix itself, without Python
                 operands = (args[-2], self.turned[id(args[-1])], *args[:-2])
             text = f"{self.value(called)}({self.arguments(operands, kwargs, used)})"
@@ -315,7 +315,7 @@ class _Watch(TorchDispatchMode):
                 root, offset = self.roots.get(base, (base, 0))
                 self.roots[made[0]] = (root, offset + out.data_ptr() - given[0].data_ptr())
                 if base in self.allocated and out.dtype == given[0].dtype and out.numel() == given[0].numel():
-                    self.laid[made[0]] = (out, base)
+                    self.laid[len(self.lines)] = (out, made[0], base)
             self.note(out, used, text, func._schema.is_mutable or torch.Tag.nondeterministic_seeded in tags or not made)
             learns = learns and self.learns and func is not torch.ops.aten.detach.default
             self.learning += [(t, learns and t.is_floating_point()) for t in outs if self.names[id(t)] in made]
@@ -460,11 +460,11 @@ class _Watch(TorchDispatchMode):
             text = f"({parts},)" if plain else f"{self.value(type(result))}({parts})"
         else:
             text = self.operand(result, used)
-        for name, (view, memory) in self.laid.items():
+        for i, (view, name, memory) in self.laid.items():
             if self.asked[memory] == 1:  # for the view: memory may as well be made that way
-                lines, i = self.lines, self.allocated[memory]
-                lines[i] = (*lines[i][:2], f"{memory} = {self.allocation(view)}", lines[i][3])
-                lines[:] = [(*e[:2], f"{name} = {memory}", e[3]) if e[0] == [name] else e for e in lines]
+                made = self.allocated[memory]
+                for at, line in ((made, f"{memory} = {self.allocation(view)}"), (i, f"{name} = {memory}")):
+                    self.lines[at] = (*self.lines[at][:2], line, self.lines[at][3])
         needed, body, kept = set(used), [], {*used, *self.tensors}
         for made, uses, line, effects in reversed(self.lines):
             if effects or needed.intersection(made):
