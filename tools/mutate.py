@@ -179,6 +179,11 @@ EQUIVALENT = {  # (file, fault, text of the line): why no test can see it broken
     ): "a lane that is not stored",
     (
         "dropout",
+        "offset",
+        "first = tl.cast(tile_n, tl.int64) * (BLOCK_N // 4)",
+    ): "rows of more than 2^33 numbers",
+    (
+        "dropout",
         "fill",
         "x = tl.load(at(x_ptr, x_strides, a, b, offs_m, offs_n), mask=mask, other=0.0).to(COMPUTE)",
     ): "a lane that is not stored",
