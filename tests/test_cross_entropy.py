@@ -155,8 +155,14 @@ def test_special_values(family, device):
         kw = {**kw, "reduction": "none"}
         (loss,), grads = evaluate(family.cross_entropy, (x, target), kw, [ones])
         (theirs,), expected = evaluate(F.cross_entropy, (x, target), kw, [ones])
-        torch.testing.assert_close(loss, theirs, equal_nan=True, rtol=4e-6, atol=1e-6)
-        torch.testing.assert_close(grads[0], expected[0], equal_nan=True, rtol=4e-6, atol=1e-6)
+        wide = [v.double() if v.is_floating_point() else v for v in (x, target)]
+        options = {k: v.double() if k == "weight" else v for k, v in kw.items()}
+        (exact,), slope = evaluate(F.cross_entropy, wide, options, [ones.double()])
+        for a, b, e in ((loss, theirs, exact), (grads[0], expected[0], slope[0])):
+            assert torch.equal(a.isnan(), b.isnan())
+            # Where torch is 1e-6 off itself, as the gradient under smoothing is on some CPUs, that is no measure.
+            allowed = 1e-6 + 4e-6 * e.abs() + (b.double() - e).abs()
+            assert ((a == b) | a.isnan() | ((a.double() - e).abs() <= allowed)).all()
     assert loss[[0, 1, 2]].isnan().all()
 
 
