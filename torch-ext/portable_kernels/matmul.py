@@ -239,6 +239,8 @@ def _gated_backward(ctx, dy, dgate, dup):
             gate, up = _product(x, weight_gate.mT, precision), _product(x, weight_up.mT, precision)
         found = _gated_pair_bwd(dy, gate, up, activation, p, q)
         dgate, dup = (d if extra is None else d + extra for d, extra in zip(found, (dgate, dup)))
+    if dgate is None and dup is None:  # nothing flows in
+        return (None,) * 9
     dx = None
     if need_x and dgate is not None and dup is not None:
         dx = _sum_of_products(dgate, weight_gate, dup, weight_up, precision)
