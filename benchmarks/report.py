@@ -154,8 +154,11 @@ def of(record):
 
 def earlier(rows):
     """What the mark of rows of an earlier commit means."""
-    commits = sorted({r["commit"] for r in rows if "commit" in r})
-    return "".join(f"† Measured at commit {c}, and not since, for want of time on the device.\n" for c in commits)
+    ways = {}
+    for row in rows:
+        if "commit" in row:
+            ways.setdefault(row["commit"], set()).add(row["provider"])
+    return "".join(f"† Measured at commit {c}: {', '.join(sorted(names))}.\n" for c, names in sorted(ways.items()))
 
 
 def peers(sweep):
@@ -222,8 +225,8 @@ wrong, and where the device waited for the host (80th percentile over 1.5 times 
 {end_to_end}## What memory bounds, in GB/s
 
 Bytes that must be read and written, over the time on the device; its share of the speed of torch's copy of as many
-bytes, timed in turns with it (in rows marked †: of a copy of 2^27 elements), and of a read of them where the op writes
-next to nothing. MiB is what a call takes beside its inputs.
+bytes, timed in turns with it, and of a read of them where the op writes next to nothing. MiB is what a call takes
+beside its inputs.
 
 {measured(sweep, False)}
 
@@ -265,7 +268,7 @@ def short():
         both = [found.get((op, case, direction), {}) for direction in ("forward", "backward")]
         unit = "TFLOP/s" if any("tflops" in row for rows in both for row in rows.values()) else "GB/s"
         cells = [f"{speed(rows[n]):.0f}" if n in rows else "" for rows in both for n in names]
-        before = " †" * any("commit" in row for rows in both for row in rows.values())
+        before = " †" * any("commit" in rows.get(n, ()) for rows in both for n in names)
         lines.append(line([f"`{op}`{before}", case, unit, *cells]))
     copy, product = (sweep["ceilings"][k] for k in ("copy_gbps", "matmul_tflops"))
     ways = ["this package", "PyTorch", *others]
