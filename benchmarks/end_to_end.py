@@ -83,8 +83,10 @@ def patched(model, attention, others):
 
         patching = get_kernel(REPO, version=1).patching
         print(patching.patch_model(model), file=sys.stderr, flush=True)
-        if attention == "ours":
+        if attention == "ours" and model.config.model_type == "bert":  # sentences are padded
             print(patching.patch_attention(model), file=sys.stderr, flush=True)
+        elif attention == "ours":  # by name, for torch.compile: nothing then makes a mask of queries by keys
+            model.set_attn_implementation(f"{REPO}:flash_attn_func", allow_all_kernels=True)
 
 
 def torch_of():
