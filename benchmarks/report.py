@@ -157,8 +157,8 @@ def earlier(rows):
     ways = {}
     for row in rows:
         if "commit" in row:
-            ways.setdefault(row["commit"], set()).add(row["provider"])
-    return "".join(f"† Measured at commit {c}: {', '.join(sorted(names))}.\n" for c, names in sorted(ways.items()))
+            ways.setdefault(row["commit"], set()).add(row.get("provider") or row["way"])
+    return "".join(f"† Measured at commit {c}: {'; '.join(sorted(names))}.\n" for c, names in sorted(ways.items()))
 
 
 def peers(sweep):
@@ -293,7 +293,15 @@ bfloat16, time on the device; a device copy runs at {copy:.0f} GB/s, a product o
 A decoder shaped like Llama 3.2 1B, {whole["size"]["batch"]} x {whole["size"]["tokens"]} tokens, random weights, AdamW:
 
 {table(["way", "training, tokens/s", "prefill, tokens/s", "peak MiB in training"], lines)}"""
-    return text + ("\n\n" + earlier(sweep["rows"]).strip() if "†" in text else "")
+    shown = [
+        r
+        for case in SHORT
+        for d in ("forward", "backward")
+        for r in found.get((*case, d), {}).values()
+        if r["provider"] in names
+    ]
+    old = earlier(shown + (whole["rows"] if whole else []))
+    return text + ("\n\n" + old.strip() if old else "")
 
 
 MARKS = re.compile("(<!-- measured -->\n).*?(\n<!-- end of measured -->)", re.DOTALL)
