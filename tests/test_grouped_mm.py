@@ -75,7 +75,8 @@ def test_is_torch(kernel, device, dtype, form):
     theirs = function(a, b, offs=offs)
     ours = kernel.grouped_mm(a.to(device), b.to(device), offs=None if offs is None else offs.to(device))
     assert ours.dtype == theirs.dtype and ours.stride() == theirs.contiguous().stride()
-    assert_close(ours, theirs.double(), ulps=3)
+    # Of float32 each adds in an order of its own, PyTorch in one that depends on the CPU: as far as both may be off.
+    assert_close(ours, theirs.double(), ulps=32 if dtype == torch.float32 else 3)
 
 
 @pytest.mark.kernels_ci
