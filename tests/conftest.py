@@ -36,6 +36,10 @@ def pytest_configure(config):
 
     if hasattr(config, "workerinput"):  # a worker has one core: more threads wait for each other
         torch.set_num_threads(1)
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        import _interpreter
+
+        _interpreter.quicken()
     # Makes torch fill what empty() returns with NaN: memory that no kernel wrote shows.
     torch.use_deterministic_algorithms(True, warn_only=True)
 
@@ -77,6 +81,13 @@ def device():
 def on_kernels(internals, device):
     """True where `device` goes through the Triton kernels."""
     return internals("_device").runs_kernels(device)
+
+
+@pytest.fixture(scope="session")
+def backend(device):
+    """torch.compile's. On the CPU only a few tests wait for a compiler of C++; the graphs are the same."""
+    every_case = device.type != "cpu" or "PROOF" in os.environ
+    return "inductor" if every_case else "aot_eager_decomp_partition"
 
 
 @pytest.fixture(autouse=True)

@@ -291,18 +291,18 @@ def test_compile_of_many(kernel, device):
         assert torch.equal(torch.compile(function, backend="eager", fullgraph=True)(x), function(x))
 
 
-def test_compile(kernel, device):
+def test_compile(kernel, device, backend):
     def step(x):
         y = kernel.gelu(kernel.silu(x * 2), approximate="tanh") + kernel.softplus(x.t(), beta=0.5).t()
         return kernel.relu_squared(y[:, :5]).sum()  # two sizes in one graph
 
     x = tensor((8, 16), torch.float32, device).requires_grad_()
     (expected,) = torch.autograd.grad(step(x), x)
-    compiled = torch.compile(step, fullgraph=True)
+    compiled = torch.compile(step, fullgraph=True, backend=backend)
     (dx,) = torch.autograd.grad(compiled(x), x)
     assert_close(dx, expected.double())
     with pytest.raises(Exception, match="approximate must be one of"):
-        torch.compile(lambda x: kernel.gelu(x, "erf"), fullgraph=True)(x)
+        torch.compile(lambda x: kernel.gelu(x, "erf"), fullgraph=True, backend=backend)(x)
 
 
 @pytest.mark.parametrize("name, options", CASES)

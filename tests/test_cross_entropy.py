@@ -495,14 +495,16 @@ def test_vocab_parallel(kernel, tmp_path):
     in_two(run_rank, tmp_path)
 
 
-def test_vocab_parallel_compiles(family, device, tmp_path):
+def test_vocab_parallel_compiles(family, device, tmp_path, backend):
     """Over a group of one, whose results are those of cross_entropy."""
     if not torch.distributed.is_available() or torch.distributed.is_initialized():
         pytest.skip("torch without distributed")
     x, t = tensor((4, 64), torch.float32, device).requires_grad_(), labels((4,), 64, device)
     torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path / 'one'}", rank=0, world_size=1)
     try:
-        step = torch.compile(lambda x: family.vocab_parallel_cross_entropy(x, t, z_loss=0.1), fullgraph=True)
+        step = torch.compile(
+            lambda x: family.vocab_parallel_cross_entropy(x, t, z_loss=0.1), fullgraph=True, backend=backend
+        )
         loss = step(x)
         expected = family.cross_entropy(x, t, z_loss=0.1)
         assert_close(loss, expected.double())

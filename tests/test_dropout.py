@@ -294,7 +294,7 @@ def test_direct_launch_is_the_op(family, device):
     assert torch.equal(*(torch.autograd.grad(y, x, r)[0] for y in (direct, op)))
 
 
-def test_compile(family, device):
+def test_compile(family, device, backend):
     def step(x, r, seed):
         y = family.dropout_add(family.dropout(x * 2, 0.2, seed=seed), r, 0.5, seed=3)
         return y.t().sum(1)
@@ -303,15 +303,17 @@ def test_compile(family, device):
     seed = torch.tensor(4, device=device)
     dy = torch.randn(16, device=device)
     (y,), grads = evaluate(lambda x, r: step(x, r, seed), (x, r), {}, [dy])
-    (z,), found = evaluate(lambda x, r: torch.compile(step, fullgraph=True)(x, r, seed), (x, r), {}, [dy])
+    (z,), found = evaluate(
+        lambda x, r: torch.compile(step, fullgraph=True, backend=backend)(x, r, seed), (x, r), {}, [dy]
+    )
     for a, b in zip((y, *grads), (z, *found)):
         assert_close(b, a.double(), dim=None)
 
 
-def test_compile_draws(family, device):
+def test_compile_draws(family, device, backend):
     """A mask a call, the same in the backward, from torch's generator."""
     x = torch.ones(64, 16, device=device, requires_grad=True)
-    step = torch.compile(lambda x: family.dropout(x * 1, 0.5), fullgraph=True)
+    step = torch.compile(lambda x: family.dropout(x * 1, 0.5), fullgraph=True, backend=backend)
     torch.manual_seed(1)
     first, second = step(x), step(x)
     torch.manual_seed(1)

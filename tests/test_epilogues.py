@@ -258,14 +258,14 @@ def test_direct_launch_is_the_op(family, device, on_kernels):
         assert all(torch.equal(*pair) for pair in zip(*grads))
 
 
-def test_compile(family, device):
+def test_compile(family, device, backend):
     def step(x, r, p):
         return family.residual_scale_add(family.bias_act(x * 2, p, "gelu"), r, p).t().sum(1)
 
     tensors = tensor((8, 16), device=device), tensor((8, 16), device=device), tensor((16,), device=device)
     dy = torch.randn(16, device=device)
     (y,), grads = evaluate(step, tensors, {}, [dy])
-    (z,), found = evaluate(torch.compile(step, fullgraph=True), tensors, {}, [dy])
+    (z,), found = evaluate(torch.compile(step, fullgraph=True, backend=backend), tensors, {}, [dy])
     for a, b in zip((y, *grads), (z, *found)):
         assert_close(b, a.double(), dim=None)
 

@@ -295,18 +295,18 @@ def test_direct_launch_is_the_op(kernel, family, device, on_kernels):
     assert all(torch.equal(a, b) for a, b in zip(*grads))
 
 
-def test_compile(kernel, device):
+def test_compile(kernel, device, backend):
     def step(x, up):
         y = kernel.gated(x * 2, "silu", **GPT_OSS)
         return kernel.geglu(kernel.silu_and_mul(y), up).square().sum()
 
     x, up = tensor((4, 64), torch.float32, device).requires_grad_(), tensor((4, 16), device=device).requires_grad_()
     expected = torch.autograd.grad(step(x, up), (x, up))
-    compiled = torch.compile(step, fullgraph=True)
+    compiled = torch.compile(step, fullgraph=True, backend=backend)
     for a, b in zip(torch.autograd.grad(compiled(x, up), (x, up)), expected):
         assert_close(a, b.double())
     with pytest.raises(Exception, match="even last dimension"):
-        torch.compile(kernel.silu_and_mul, fullgraph=True)(x[:, :3])
+        torch.compile(kernel.silu_and_mul, fullgraph=True, backend=backend)(x[:, :3])
 
 
 def test_derivatives(kernel, device):

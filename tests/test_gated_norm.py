@@ -181,13 +181,15 @@ def test_direct_launch_is_the_op(family, device, on_kernels):
     assert all(torch.equal(a, b) for a, b in pairs)
 
 
-def test_compile(family, device):
+def test_compile(family, device, backend):
     def step(x, gate, w):
         return family.rms_norm_gated(x * 2, gate, w, group_size=32, norm_before_gate=False).square().sum()
 
     tensors = [tensor(s, torch.float32, device).requires_grad_() for s in ((4, 64), (4, 64), (64,))]
     expected = torch.autograd.grad(step(*tensors), tensors)
-    for a, b in zip(torch.autograd.grad(torch.compile(step, fullgraph=True)(*tensors), tensors), expected):
+    for a, b in zip(
+        torch.autograd.grad(torch.compile(step, fullgraph=True, backend=backend)(*tensors), tensors), expected
+    ):
         assert_close(a, b.double())
 
 

@@ -221,14 +221,16 @@ def test_the_two_ways_agree(family, device, on_kernels, monkeypatch):
     assert_close(found[0], found[1].double(), dim=over(x))
 
 
-def test_compile(family, device):
+def test_compile(family, device, backend):
     def step(x, w):
         return family.group_norm(x * 2, 2, w, w, activation="silu").pow(3).sum()
 
     tensors = drawn((2, 8, 5, 6), torch.float32, device, True), tensor((8,), torch.float32, device)
     tensors = [t.requires_grad_() for t in tensors]
     expected = torch.autograd.grad(step(*tensors), tensors)
-    for a, b in zip(torch.autograd.grad(torch.compile(step, fullgraph=True)(*tensors), tensors), expected):
+    for a, b in zip(
+        torch.autograd.grad(torch.compile(step, fullgraph=True, backend=backend)(*tensors), tensors), expected
+    ):
         assert_close(a, b.double(), dim=None)
 
 

@@ -334,14 +334,16 @@ def test_transforms(kernel, family, device):
     assert torch.func.jacrev(lambda t: kernel.grouped_mm(t, b, offs=offs))(a).shape == (4, 2, 4, 2)
 
 
-def test_compile(kernel, device):
+def test_compile(kernel, device, backend):
     def step(a, b, offs):
         return kernel.grouped_mm(a * 2, b, offs=offs).square().sum()
 
     a, b = (t.requires_grad_() for t in operands("rows", torch.float32, device))
     offs = torch.tensor(OFFS, device=device)
     expected = torch.autograd.grad(step(a, b, offs), (a, b))
-    for x, y in zip(torch.autograd.grad(torch.compile(step, fullgraph=True)(a, b, offs), (a, b)), expected):
+    for x, y in zip(
+        torch.autograd.grad(torch.compile(step, fullgraph=True, backend=backend)(a, b, offs), (a, b)), expected
+    ):
         assert_close(x, y.double(), dim=None)
 
 

@@ -500,7 +500,7 @@ def test_direct_launch_is_the_op(family, device, on_kernels):
     assert all(torch.equal(a, b) for a, b in zip(family._attend(*args), family.kv_cache_attention_fwd(*args)))
 
 
-def test_compile(family, device):
+def test_compile(family, device, backend):
     q, k, v = make(2, 1, 4, 2, 16, 40, torch.float32, device)
     kn, vn = (tensor((2, 1, 2, 16), torch.float32, device) for _ in range(2))
     lens = lengths(device, 30, 3)
@@ -511,7 +511,7 @@ def test_compile(family, device):
 
     caches = [t.clone() for t in (k, v)]
     expected = step(q, *caches, kn, vn, lens)
-    assert_close(torch.compile(step, fullgraph=True)(q, k, v, kn, vn, lens), expected.double())
+    assert_close(torch.compile(step, fullgraph=True, backend=backend)(q, k, v, kn, vn, lens), expected.double())
     assert torch.equal(k, caches[0]) and torch.equal(v, caches[1])
 
 

@@ -306,13 +306,13 @@ def test_direct_launch_is_the_op(kernel, family, device, on_kernels):
     assert all(torch.equal(a, b) for a, b in zip(direct, registered))
 
 
-def test_compile(kernel, device):
+def test_compile(kernel, device, backend):
     def step(x, r, w, b):
         y, total = kernel.add_layer_norm(x * 2, r, w, b)
         return kernel.layer_norm(y + total, w).square().sum()
 
     tensors = [tensor(s, device=device).requires_grad_() for s in ((4, 64), (4, 64), (64,), (64,))]
-    compiled = torch.compile(step, fullgraph=True)
+    compiled = torch.compile(step, fullgraph=True, backend=backend)
     expected = torch.autograd.grad(step(*tensors), tensors)
     for a, e in zip(torch.autograd.grad(compiled(*tensors), tensors), expected):
         assert_close(a, e.double())

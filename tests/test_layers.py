@@ -172,7 +172,7 @@ def is_ours(module, kernel):
 
 @pytest.mark.parametrize("mode", MODES, ids=str)
 @pytest.mark.parametrize("layer", CASES)
-def test_kernelize(kernel, device, monkeypatch, layer, mode):
+def test_kernelize(kernel, device, monkeypatch, layer, mode, backend):
     for make in CASES[layer]:
         module = make().to(device)
         x = tensor((2, 4, 24), torch.float32, device).requires_grad_()
@@ -182,10 +182,8 @@ def test_kernelize(kernel, device, monkeypatch, layer, mode):
         gradients = torch.autograd.grad(before, wanted, dy)
         module = kernelized(module, layer, mode, device, monkeypatch)
         assert is_ours(module, kernel)
-        compiled = (
-            torch.compile(module, fullgraph=True) if Mode.TORCH_COMPILE in mode and layer == "RMSNorm" else module
-        )
-        after = compiled(x)
+        compile_it = Mode.TORCH_COMPILE in mode and layer == "RMSNorm"
+        after = (torch.compile(module, fullgraph=True, backend=backend) if compile_it else module)(x)
         assert after.dtype == before.dtype
         assert_close(after, before.double(), ulps=8)
         for a, b in zip(torch.autograd.grad(after, wanted, dy), gradients):

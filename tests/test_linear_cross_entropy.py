@@ -393,7 +393,7 @@ def test_direct_call_is_the_op(family, core, device):
     assert all(torch.equal(a, b) for a, b in zip(direct, registered))
 
 
-def test_compile(family, device):
+def test_compile(family, device, backend):
     def step(x, w, t, b):
         loss = family.linear_cross_entropy(x * 2, w, t, linear_bias=b, z_loss=0.1, chunk_bytes=200)
         rows = family.linear_cross_entropy(x, w, t, reduction="none", chunk_bytes=200)
@@ -403,7 +403,7 @@ def test_compile(family, device):
     x, w, t, b = make(6, 8, 20, torch.float32, device, ignored=0)
     leaves = [v.requires_grad_() for v in (x, w, b)]
     expected = torch.autograd.grad(step(x, w, t, b), leaves)
-    found = torch.autograd.grad(torch.compile(step, fullgraph=True)(x, w, t, b), leaves)
+    found = torch.autograd.grad(torch.compile(step, fullgraph=True, backend=backend)(x, w, t, b), leaves)
     for a, e in zip(found, expected):
         assert_close(a, e.double(), dim=None)
 

@@ -272,7 +272,7 @@ def test_direct_launch_is_the_op(family, device, on_kernels):
     assert all(torch.equal(*pair) for pair in zip(*grads))
 
 
-def test_compile(family, device):
+def test_compile(family, device, backend):
     def step(x, mask, boolean):
         y = family.masked_softmax(x * 2, mask, scale=0.5, causal=True)
         return (y + family.masked_softmax(x, boolean, causal="lower_right")).square().sum(-1)
@@ -280,7 +280,7 @@ def test_compile(family, device):
     x, mask = tensor((2, 4, 16), device=device), tensor((16,), device=device)
     boolean, dy = mask_of((4, 1), device), torch.randn(2, 4, device=device)
     (y,), grads = evaluate(lambda x, m: step(x, m, boolean), (x, mask), {}, [dy])
-    compiled = torch.compile(step, fullgraph=True)
+    compiled = torch.compile(step, fullgraph=True, backend=backend)
     (z,), found = evaluate(lambda x, m: compiled(x, m, boolean), (x, mask), {}, [dy])
     for a, b in zip((y, *grads), (z, *found)):
         assert_close(b, a.double(), dim=None)

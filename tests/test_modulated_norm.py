@@ -265,7 +265,7 @@ def test_direct_launch_is_the_op(family, device, on_kernels):
     assert all(torch.equal(a, b) for a, b in pairs)
 
 
-def test_compile(family, device):
+def test_compile(family, device, backend):
     def step(x, r, s):
         scale, shift, gate = s.chunk(3, -1)
         y, total = family.modulated_layer_norm(x * 2, scale, shift, residual=r, gate=gate)
@@ -273,7 +273,9 @@ def test_compile(family, device):
 
     tensors = [tensor(s, torch.float32, device).requires_grad_() for s in ((2, 4, 64), (2, 4, 64), (2, 192))]
     expected = torch.autograd.grad(step(*tensors), tensors)
-    for a, b in zip(torch.autograd.grad(torch.compile(step, fullgraph=True)(*tensors), tensors), expected):
+    for a, b in zip(
+        torch.autograd.grad(torch.compile(step, fullgraph=True, backend=backend)(*tensors), tensors), expected
+    ):
         assert_close(a, b.double(), dim=None, ulps=64)  # two norms, whose gradients cancel
 
 

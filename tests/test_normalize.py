@@ -161,13 +161,13 @@ def test_direct_launch_is_the_op(family, device, on_kernels):
     assert torch.equal(a, b)
 
 
-def test_compile(family, device):
+def test_compile(family, device, backend):
     def step(x):
         return (family.normalize(x * 2, 1) + family.normalize(x, dim=0, eps=1e-6, mode="rsqrt")).pow(3).sum()
 
     x = tensor((4, 64), torch.float32, device).requires_grad_()
     (expected,) = torch.autograd.grad(step(x), x)
-    (actual,) = torch.autograd.grad(torch.compile(step, fullgraph=True)(x), x)
+    (actual,) = torch.autograd.grad(torch.compile(step, fullgraph=True, backend=backend)(x), x)
     assert_close(actual, expected.double())
 
 

@@ -402,13 +402,13 @@ def test_quantize_shapes_and_values(kernel, family, device):
         assert q.shape == shape and scale.shape == (shape[0], 1)
 
 
-def test_quantize_as_an_op(kernel, family, device):
+def test_quantize_as_an_op(kernel, family, device, backend):
     x, w = tensor((3, 40), torch.float32, device), tensor((40,), torch.float32, device)
     args = (x, w, None, 1e-6, 0.0, False, torch.float8_e4m3fn)
     torch.library.opcheck(family.rms_norm_quantize_fwd, args)
     for direct, registered in zip(kernel.rms_norm(x, w, quantize="fp8"), family.rms_norm_quantize_fwd(*args)):
         assert torch.equal(direct.float(), registered.float())
-    compiled = torch.compile(lambda x: kernel.rms_norm(x * 2, w, quantize="fp8"), fullgraph=True)
+    compiled = torch.compile(lambda x: kernel.rms_norm(x * 2, w, quantize="fp8"), fullgraph=True, backend=backend)
     assert torch.equal(compiled(x)[0].float(), kernel.rms_norm(x * 2, w, quantize="fp8")[0].float())
     q, scale = torch.func.vmap(lambda t: kernel.rms_norm(t, w, quantize="fp8"))(torch.stack([x, 2 * x]))
     assert torch.equal(q[1].float(), kernel.rms_norm(2 * x, w, quantize="fp8")[0].float()) and scale.shape == (2, 3, 1)

@@ -440,7 +440,7 @@ def test_opcheck(family, device):
         torch.library.opcheck(family.scaled_matmul_fwd, (*args, x[0, :7], torch.bfloat16, False), test_utils=tests)
 
 
-def test_compile(kernel, device):
+def test_compile(kernel, device, backend):
     w, scale_w = kernel.quantize_fp8(tensor((16, 128), torch.float32, device), scaling="row")
 
     def step(x):
@@ -448,7 +448,7 @@ def test_compile(kernel, device):
         return kernel.scaled_matmul(q, w.t(), scale, scale_w.t()) + 1
 
     x = tensor((8, 128), torch.float32, device)
-    assert_close(torch.compile(step, fullgraph=True)(x), step(x).double())
+    assert_close(torch.compile(step, fullgraph=True, backend=backend)(x), step(x).double())
 
 
 def test_vmap(kernel, device):

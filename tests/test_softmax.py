@@ -292,12 +292,12 @@ def test_direct_launch_is_the_op(kernel, family, device, on_kernels, name):
     assert torch.equal(torch.autograd.grad(y, x, dy)[0], torch.autograd.grad(registered, x, dy)[0])
 
 
-def test_compile(kernel, device):
+def test_compile(kernel, device, backend):
     def step(x):
         return (kernel.log_softmax(x * 2, 1) + kernel.softmax(x, 0, torch.float32)).square().sum()
 
     x = tensor((4, 64), torch.bfloat16, device).requires_grad_()
-    compiled = torch.compile(step, fullgraph=True)
+    compiled = torch.compile(step, fullgraph=True, backend=backend)
     (expected,) = torch.autograd.grad(step(x), x)
     (found,) = torch.autograd.grad(compiled(x), x)
     assert_close(found, expected.double(), ulps=4)  # the sums in bfloat16 are fused or not

@@ -181,14 +181,14 @@ def test_direct_launch_is_the_op(family, device, on_kernels):
     assert torch.equal(*(torch.autograd.grad(r[0], x, dw)[0] for r in (direct, op)))
 
 
-def test_compile(family, device):
+def test_compile(family, device, backend):
     def step(x):
         weights, indices = family.topk_softmax(x * 2, 3, renormalize=True)
         return weights * indices
 
     x, dy = tensor((8, 16), device=device), torch.randn(8, 3, device=device)
     (y,), (dx,) = evaluate(step, (x,), {}, [dy])
-    (z,), (dz,) = evaluate(torch.compile(step, fullgraph=True), (x,), {}, [dy])
+    (z,), (dz,) = evaluate(torch.compile(step, fullgraph=True, backend=backend), (x,), {}, [dy])
     assert_close(z, y.double())
     assert_close(dz, dx.double(), slack=1e-6)
 
