@@ -149,7 +149,7 @@ def arguments(rows, columns, dtype, device):
     drawn["teacher"], drawn["scale"], drawn["shift"] = drawn["residual"], drawn["weight"], drawn["bias"]
     drawn["mask"] = torch.rand(rows, columns, device=device) < 0.7
     D = 64  # rows as tokens, columns as heads
-    drawn["q"], drawn["k"] = (drawn[n].view(1, rows, -1, D).transpose(1, 2) for n in ("gate", "up"))
+    drawn["q"], drawn["k"] = (drawn[n].view(1, rows, columns // D, D).transpose(1, 2) for n in ("gate", "up"))
     drawn["q_weight"], drawn["k_weight"] = torch.randn(2, D, device=device, dtype=dtype)
     angles = torch.rand(1, rows, D // 2, device=device).repeat(1, 1, 2) * 6
     drawn["cos"], drawn["sin"] = angles.cos().to(dtype), angles.sin().to(dtype)

@@ -9,6 +9,8 @@ Nothing loosens by environment. A case that is ill-conditioned says `versus=`: n
 in the same dtype, plus one ulp.
 """
 
+import os
+
 import torch
 
 ULPS = {torch.float64: 64, torch.float32: 16, torch.float16: 2, torch.bfloat16: 2}
@@ -123,3 +125,14 @@ def check(function, reference, *tensors, dim=-1, grads=None, ulps=None, versus=N
 
 def _bits(t):
     return t.detach().nan_to_num(nan=12345.0)
+
+
+def opcheck(op, args):
+    """torch.library.opcheck.
+
+    To trace an op at symbolic sizes takes seconds: on the CPU it is done where PROOF is set, and once to each op by
+    test_every_op.
+    """
+    tests = ["test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"]
+    on_cpu = all(a.device.type == "cpu" for a in args if isinstance(a, torch.Tensor))
+    torch.library.opcheck(op, args, test_utils=tests[:-1] if on_cpu and "PROOF" not in os.environ else tests)

@@ -5,7 +5,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from _inputs import LAYOUTS, tensor, vast
-from _numerics import DTYPES, assert_close, check, evaluate
+from _numerics import DTYPES, assert_close, check, evaluate, opcheck
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, of the NaN and inf that are meant
 
@@ -524,19 +524,19 @@ def test_opcheck(family, device):
     mask, sinks = tensor((2, 2, 4, 5), device=device).requires_grad_(), torch.randn(2, device=device).requires_grad_()
     seed = torch.tensor(3, device=device)
     none = (None,) * 7
-    torch.library.opcheck(family.attention_fwd, (q, k, v, *none, *OPTIONS))
-    torch.library.opcheck(
+    opcheck(family.attention_fwd, (q, k, v, *none, *OPTIONS))
+    opcheck(
         family.attention_fwd, (q, k, v, None, None, None, mask, None, sinks, seed, *OPTIONS[:3], 2, 0, True, 2.0, 0.3)
     )
     q, k, v = (t.detach().transpose(0, 2) for t in (q, k, v))
     k, v = k.transpose(0, 1).reshape(5, 1, 2, 16)[:, :, 0], v.transpose(0, 1).reshape(5, 1, 2, 16)[:, :, 0]
     q = q.reshape(4, 2, 2, 16)[:, :, 0].requires_grad_()
     cu_q, cu_k = (torch.tensor(c, dtype=torch.int32, device=device) for c in ([0, 1, 4], [0, 3, 5]))
-    torch.library.opcheck(family.attention_fwd, (q, k, v, cu_q, cu_k, *none[2:], *OPTIONS))
+    opcheck(family.attention_fwd, (q, k, v, cu_q, cu_k, *none[2:], *OPTIONS))
     q = q.detach()
     out, lse = family.attention_fwd(q, k, v, cu_q, cu_k, *none[2:], *OPTIONS)
     bwd = (q, k, v, out, None, out, lse, cu_q, cu_k, None, None, None, None, *OPTIONS, False, False)
-    torch.library.opcheck(family.attention_bwd, bwd)
+    opcheck(family.attention_bwd, bwd)
 
 
 def test_direct_launch_is_the_op(family, device, on_kernels):

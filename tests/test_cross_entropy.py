@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from _inputs import LAYOUTS, tensor
-from _numerics import DTYPES, assert_close, check, evaluate
+from _numerics import DTYPES, assert_close, check, evaluate, opcheck
 from _processes import in_two
 
 NAN, INF = float("nan"), float("inf")
@@ -359,19 +359,19 @@ def test_opcheck(core, device):
     x, t = tensor((3, 40), torch.float32, device).requires_grad_(), labels((3,), 40, device)
     far = tensor((2, 40, 3), torch.float32, device, "transposed").requires_grad_()
     soft, w = torch.rand(2, 40, 3).to(device).requires_grad_(), torch.rand(40).to(device)
-    torch.library.opcheck(core.cross_entropy_fwd, (x, t, None, -1, -100, 1.0, 0.0, None, 1.0, True, False))
-    torch.library.opcheck(core.cross_entropy_fwd, (far, soft, w, -2, -100, 0.9, 0.1, 2.0, 1.5, False, False))
+    opcheck(core.cross_entropy_fwd, (x, t, None, -1, -100, 1.0, 0.0, None, 1.0, True, False))
+    opcheck(core.cross_entropy_fwd, (far, soft, w, -2, -100, 0.9, 0.1, 2.0, 1.5, False, False))
     dloss, stats = torch.rand(3, device=device), torch.rand(3, 4, device=device)
     args = (None, -1, -100, 1.0, 0.0, None, 1.0, 0.0)
-    torch.library.opcheck(core.cross_entropy_bwd, (dloss, None, x, t, None, stats, *args, False, False))
-    torch.library.opcheck(core.cross_entropy_bwd, (dloss, dloss, x, t, None, stats, *args, True, False))
+    opcheck(core.cross_entropy_bwd, (dloss, None, x, t, None, stats, *args, False, False))
+    opcheck(core.cross_entropy_bwd, (dloss, dloss, x, t, None, stats, *args, True, False))
     for z_loss, aux in ((0.0, False), (0.1, True)):
         args = (-1, -100, 1.0, 0.0, None, 1.0)
-        torch.library.opcheck(core.cross_entropy_total_fwd, (x, t, None, *args, not aux, "mean", z_loss, aux))
+        opcheck(core.cross_entropy_total_fwd, (x, t, None, *args, not aux, "mean", z_loss, aux))
         whole = (dloss[0].expand(3), None, x, t, None, stats, torch.tensor([2.0, 2.0, 0.0, 0.0], device=device))
-        torch.library.opcheck(core.cross_entropy_bwd, (*whole, *args, z_loss, False, False))
+        opcheck(core.cross_entropy_bwd, (*whole, *args, z_loss, False, False))
     dloss, stats = torch.rand(2, 3, device=device), torch.rand(2, 3, 4, device=device)
-    torch.library.opcheck(
+    opcheck(
         core.cross_entropy_bwd,
         (dloss, dloss, far, soft, w, stats, None, -2, -100, 0.9, 0.1, 2.0, 1.5, 0.0, False, True),
     )

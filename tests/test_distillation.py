@@ -2,7 +2,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from _inputs import LAYOUTS, apart, tensor
-from _numerics import DTYPES, ULPS, assert_close, evaluate
+from _numerics import DTYPES, ULPS, assert_close, evaluate, opcheck
 
 NAN, INF = float("nan"), float("inf")
 BETAS = (0, 0.3, 1)
@@ -222,14 +222,14 @@ def test_opcheck(family, device):
         tensor((3, 40), torch.float32, device, "transposed").requires_grad_(),
         torch.zeros(3).long().to(device),
     )
-    torch.library.opcheck(family.distillation_fwd, (x, teacher, None, -100, 0.0, 1.0))
-    torch.library.opcheck(family.distillation_fwd, (x, far, labels, -100, 0.5, 2.0))
+    opcheck(family.distillation_fwd, (x, teacher, None, -100, 0.0, 1.0))
+    opcheck(family.distillation_fwd, (x, far, labels, -100, 0.5, 2.0))
     dloss, stats = torch.rand(3, device=device), torch.rand(3, 6, device=device)
-    torch.library.opcheck(family.distillation_bwd, (dloss, x, teacher, None, stats, None, -100, 0.0, 1.0, True, False))
-    torch.library.opcheck(family.distillation_bwd, (dloss, x, far, labels, stats, None, -100, 0.5, 2.0, True, True))
+    opcheck(family.distillation_bwd, (dloss, x, teacher, None, stats, None, -100, 0.0, 1.0, True, False))
+    opcheck(family.distillation_bwd, (dloss, x, far, labels, stats, None, -100, 0.5, 2.0, True, True))
     count = torch.full((1,), 2.0, device=device)
-    torch.library.opcheck(family.distillation_bwd, (dloss, x, far, labels, stats, count, -100, 0.0, 2.0, False, True))
-    torch.library.opcheck(family.distillation_total_fwd, (x, far, labels, -100, 0.5, 2.0, "mean"))
+    opcheck(family.distillation_bwd, (dloss, x, far, labels, stats, count, -100, 0.0, 2.0, False, True))
+    opcheck(family.distillation_total_fwd, (x, far, labels, -100, 0.5, 2.0, "mean"))
 
 
 def test_direct_launch_is_the_op(family, device, on_kernels):

@@ -2,7 +2,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from _inputs import LAYOUTS, tensor
-from _numerics import DTYPES, assert_close, check, evaluate
+from _numerics import DTYPES, assert_close, check, evaluate, opcheck
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, of the NaN and inf that are meant
 
@@ -281,8 +281,8 @@ def test_opcheck(family, device, layout):
     x = tensor((3, 5, 4), torch.float32, device, layout).requires_grad_()
     r = tensor((3, 5, 4), torch.bfloat16, device).requires_grad_()
     seed = torch.tensor(4, device=device)
-    torch.library.opcheck(family.dropout_fwd, (x, None, seed, 0.5, torch.float32))
-    torch.library.opcheck(family.dropout_fwd, (r, x, seed, 0.5, torch.float32))
+    opcheck(family.dropout_fwd, (x, None, seed, 0.5, torch.float32))
+    opcheck(family.dropout_fwd, (r, x, seed, 0.5, torch.float32))
 
 
 def test_direct_launch_is_the_op(family, device):

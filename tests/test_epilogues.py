@@ -2,7 +2,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from _inputs import LAYOUTS, tensor
-from _numerics import DTYPES, assert_close, check, evaluate
+from _numerics import DTYPES, assert_close, check, evaluate, opcheck
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, of the NaN and inf that are meant
 
@@ -238,10 +238,10 @@ def test_opcheck(family, device, layout):
     x = tensor((3, 5, 4), torch.float32, device, layout).requires_grad_()
     r = tensor((3, 5, 4), torch.float64, device).requires_grad_()
     p = tensor((4,), torch.float32, device).requires_grad_()
-    torch.library.opcheck(family.bias_act_fwd, (x, p, "silu", 1.0, 0.0))
-    torch.library.opcheck(family.bias_act_bwd, (x.detach(), x, p, "silu", 1.0, 0.0, layout != "expanded"))
-    torch.library.opcheck(family.residual_scale_add_fwd, (x, r, p))
-    torch.library.opcheck(family.residual_scale_add_bwd, (r, x, p[:1], layout != "expanded"))
+    opcheck(family.bias_act_fwd, (x, p, "silu", 1.0, 0.0))
+    opcheck(family.bias_act_bwd, (x.detach(), x, p, "silu", 1.0, 0.0, layout != "expanded"))
+    opcheck(family.residual_scale_add_fwd, (x, r, p))
+    opcheck(family.residual_scale_add_bwd, (r, x, p[:1], layout != "expanded"))
 
 
 def test_direct_launch_is_the_op(family, device, on_kernels):

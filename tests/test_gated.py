@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from _inputs import LAYOUTS, tensor
-from _numerics import DTYPES, assert_close, check, evaluate
+from _numerics import DTYPES, assert_close, check, evaluate, opcheck
 from torch.utils.checkpoint import checkpoint
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, of the NaN and inf that are meant
@@ -275,11 +275,11 @@ def test_bad_input(kernel, device):
 def test_opcheck(family, device, layout):
     x = tensor((3, 4, 6), torch.float32, device, layout).requires_grad_()
     dy = tensor((3, 4, 3), torch.float32, device).requires_grad_()
-    torch.library.opcheck(family.gated_fwd, (x, "silu", True, True, 0.7, 1.702, 0.0, 1.0))
-    torch.library.opcheck(family.gated_bwd, (dy, x, "silu", False, False, None, 1.0, 0.0, 0.0))
+    opcheck(family.gated_fwd, (x, "silu", True, True, 0.7, 1.702, 0.0, 1.0))
+    opcheck(family.gated_bwd, (dy, x, "silu", False, False, None, 1.0, 0.0, 0.0))
     gate, up = tensor((3, 4, 3), torch.float32, device, layout).requires_grad_(), tensor((3, 4, 3), device=device)
-    torch.library.opcheck(family.gated_pair_fwd, (gate, up, "gelu", 0.0, 0.0))
-    torch.library.opcheck(family.gated_pair_bwd, (dy, gate, up.double(), "gelu", 0.0, 0.0))
+    opcheck(family.gated_pair_fwd, (gate, up, "gelu", 0.0, 0.0))
+    opcheck(family.gated_pair_bwd, (dy, gate, up.double(), "gelu", 0.0, 0.0))
 
 
 def test_direct_launch_is_the_op(kernel, family, device, on_kernels):

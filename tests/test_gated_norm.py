@@ -1,7 +1,7 @@
 import pytest
 import torch
 from _inputs import LAYOUTS, tensor
-from _numerics import DTYPES, assert_close, check, evaluate
+from _numerics import DTYPES, assert_close, check, evaluate, opcheck
 
 HALF = (torch.float16, torch.bfloat16)
 
@@ -163,11 +163,11 @@ def test_bad_input(family, device):
 def test_opcheck(family, device):
     x, gate, w = (tensor(s, torch.float32, device).requires_grad_() for s in ((3, 40), (3, 40), (40,)))
     across = tensor((3, 40), torch.bfloat16, device, "transposed")
-    torch.library.opcheck(family.rms_norm_gated_fwd, (x, across, w, 1e-6, "silu", True, 40, False))
-    torch.library.opcheck(family.rms_norm_gated_fwd, (across, gate, w, None, "sigmoid", False, 20, True))
+    opcheck(family.rms_norm_gated_fwd, (x, across, w, 1e-6, "silu", True, 40, False))
+    opcheck(family.rms_norm_gated_fwd, (across, gate, w, None, "sigmoid", False, 20, True))
     rstd = torch.rand(3, 2, device=device)
-    torch.library.opcheck(family.rms_norm_gated_bwd, (x, across, gate, w, rstd, 1e-6, "silu", True, 20, True))
-    torch.library.opcheck(family.rms_norm_gated_bwd, (x, x, gate, None, rstd, 1e-6, "silu", False, 20, False))
+    opcheck(family.rms_norm_gated_bwd, (x, across, gate, w, rstd, 1e-6, "silu", True, 20, True))
+    opcheck(family.rms_norm_gated_bwd, (x, x, gate, None, rstd, 1e-6, "silu", False, 20, False))
 
 
 def test_direct_launch_is_the_op(family, device, on_kernels):

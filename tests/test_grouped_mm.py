@@ -1,7 +1,7 @@
 import pytest
 import torch
 from _inputs import LAYOUTS, tensor
-from _numerics import DTYPES, assert_close, check
+from _numerics import DTYPES, assert_close, check, opcheck
 
 # Shapes of a and b for G groups of T, and which dimension each result's sums run over.
 FORMS = {
@@ -313,7 +313,7 @@ def test_opcheck(family, device):
         a, b = (t.requires_grad_() for t in operands(form, torch.float32, device))
         offs = None if form == "batch" else torch.tensor(OFFS, dtype=torch.int32, device=device)
         bias = None if form == "columns" else tensor((4, 12), torch.float32, device).requires_grad_()
-        torch.library.opcheck(family.grouped_mm_fwd, (a, b, offs, bias, torch.float32))
+        opcheck(family.grouped_mm_fwd, (a, b, offs, bias, torch.float32))
 
 
 def test_transforms(kernel, family, device):

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from _inputs import tensor, vast
-from _numerics import DTYPES, assert_close
+from _numerics import DTYPES, assert_close, opcheck
 
 NAN, INF = float("nan"), float("inf")
 HALF = (torch.float16, torch.bfloat16)
@@ -483,13 +483,11 @@ def test_opcheck(family, device):
     q, k, v = make(2, 2, 4, 2, 16, 40, torch.float32, device)
     kn, vn = (tensor((2, 2, 2, 16), torch.float32, device) for _ in range(2))
     lens = lengths(device, 30, 3)
-    torch.library.opcheck(family.kv_cache_attention_fwd, attend_args(q, k, v, lens))
+    opcheck(family.kv_cache_attention_fwd, attend_args(q, k, v, lens))
     q = q.transpose(0, 1).contiguous().transpose(0, 1)
-    torch.library.opcheck(
-        family.kv_cache_attention_fwd, attend_args(q, k, v, None, cached=20, right=0, softcap=1.0, num_splits=2)
-    )
+    opcheck(family.kv_cache_attention_fwd, attend_args(q, k, v, None, cached=20, right=0, softcap=1.0, num_splits=2))
     args = kn, vn, k, v, None, None, lens, None, None, 0, False
-    torch.library.opcheck(family.kv_cache_append_fwd, args)
+    opcheck(family.kv_cache_append_fwd, args)
 
 
 def test_direct_launch_is_the_op(family, device, on_kernels):

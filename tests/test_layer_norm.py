@@ -1,7 +1,7 @@
 import pytest
 import torch
 from _inputs import LAYOUTS, tensor
-from _numerics import DTYPES, assert_close, check, evaluate
+from _numerics import DTYPES, assert_close, check, evaluate, opcheck
 
 HALF = (torch.float16, torch.bfloat16)
 
@@ -287,12 +287,12 @@ def test_bad_input(kernel, device):
 def test_opcheck(family, device):
     x, w, t = tensor((3, 40), device=device), tensor((40,), device=device), tensor((40, 3), device=device).t()
     x, w = x.requires_grad_(), w.requires_grad_()
-    torch.library.opcheck(family.layer_norm_fwd, (x, w, None, 1e-5))
-    torch.library.opcheck(family.layer_norm_fwd, (t, None, w.double(), 1.0))
-    torch.library.opcheck(family.add_layer_norm_fwd, (x, t, w, None, 1e-5, torch.float64))
+    opcheck(family.layer_norm_fwd, (x, w, None, 1e-5))
+    opcheck(family.layer_norm_fwd, (t, None, w.double(), 1.0))
+    opcheck(family.add_layer_norm_fwd, (x, t, w, None, 1e-5, torch.float64))
     stats = family.layer_norm_fwd(t, w, w, 1e-5)[1].detach()
-    torch.library.opcheck(family.layer_norm_bwd, (x, None, t, w, w, stats, 1e-5, True, True))
-    torch.library.opcheck(family.layer_norm_bwd, (x, x, t, None, None, stats, 1e-5, False, False))
+    opcheck(family.layer_norm_bwd, (x, None, t, w, w, stats, 1e-5, True, True))
+    opcheck(family.layer_norm_bwd, (x, x, t, None, None, stats, 1e-5, False, False))
 
 
 def test_direct_launch_is_the_op(kernel, family, device, on_kernels):

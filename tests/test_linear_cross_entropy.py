@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from _inputs import LAYOUTS, tensor
-from _numerics import DTYPES, assert_close, check, evaluate
+from _numerics import DTYPES, assert_close, check, evaluate, opcheck
 
 NAN, INF = float("nan"), float("inf")
 OPTIONS = {"z_loss": 1e-2, "softcap": 2.0, "logit_scale": 1.5, "label_smoothing": 0.1}
@@ -363,21 +363,17 @@ def test_opcheck(core, device):
     weight = torch.rand(9).to(device)
     params = (-100, 0.9, 0.1 / 9, 2.0, 1.5)
     for reduction, entropy, needs in (("mean", False, (True,) * 3), ("none", False, (False,) * 3)):
-        torch.library.opcheck(
-            core.linear_cross_entropy_fwd, (x, w, t, b, weight, *params, 0.1, reduction, 72, entropy, *needs)
-        )
+        opcheck(core.linear_cross_entropy_fwd, (x, w, t, b, weight, *params, 0.1, reduction, 72, entropy, *needs))
     plain = (-100, 1.0, 0.0, None, 1.0)
-    torch.library.opcheck(
-        core.linear_cross_entropy_fwd, (x, w, t, None, None, *plain, 0.0, "none", 72, True, False, False, False)
-    )
+    opcheck(core.linear_cross_entropy_fwd, (x, w, t, None, None, *plain, 0.0, "none", 72, True, False, False, False))
     stats = core.linear_cross_entropy_fwd(x, w, t, b, weight, *params, 0.1, "none", 72, False, *(False,) * 3)[2]
     rows = torch.rand(5).to(device)
     leaves = [v.detach() for v in leaves]
-    torch.library.opcheck(
+    opcheck(
         core.linear_cross_entropy_bwd,
         (x, w, t, b, weight, stats.detach(), rows, rows, None, *params, 72, True, True, True),
     )
-    torch.library.opcheck(
+    opcheck(
         core.linear_cross_entropy_bwd,
         (x, w, t, None, None, stats.detach(), rows, None, rows, *plain, 72, True, False, False),
     )

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from _inputs import LAYOUTS, tensor, vast
-from _numerics import DTYPES, assert_close, check, evaluate
+from _numerics import DTYPES, assert_close, check, evaluate, opcheck
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, of the NaN and inf that are meant
 
@@ -556,12 +556,12 @@ def test_bad_input(family, device):
 def test_opcheck(family, device):
     x, w, b, r = (tensor(s, device=device).requires_grad_() for s in ((2, 3, 4), (5, 4), (5,), (2, 3, 5)))
     wt = w.detach().mT.requires_grad_()
-    torch.library.opcheck(family.matmul_fwd, (x, wt, b, r, "silu", 1.0, 0.0, None, "ieee", False, True))
-    torch.library.opcheck(family.matmul_fwd, (x, wt, None, None, None, 0.0, 0.0, torch.float64, "ieee", True, False))
+    opcheck(family.matmul_fwd, (x, wt, b, r, "silu", 1.0, 0.0, None, "ieee", False, True))
+    opcheck(family.matmul_fwd, (x, wt, None, None, None, 0.0, 0.0, torch.float64, "ieee", True, False))
     u = tensor((5, 4), device=device).requires_grad_()
-    torch.library.opcheck(family.gated_linear_fwd, (x, w, u, "gelu", 0.0, 0.0, "ieee", False, True))
+    opcheck(family.gated_linear_fwd, (x, w, u, "gelu", 0.0, 0.0, "ieee", False, True))
     x2, ut = (t.detach().clone().requires_grad_() for t in (x, u.mT))
-    torch.library.opcheck(family.sum_of_products_fwd, (x, wt, x2, ut, "ieee"))
+    opcheck(family.sum_of_products_fwd, (x, wt, x2, ut, "ieee"))
 
 
 def test_direct_launch_is_the_op(family, device, on_kernels):

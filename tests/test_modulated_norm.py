@@ -1,7 +1,7 @@
 import pytest
 import torch
 from _inputs import LAYOUTS, tensor, vast
-from _numerics import DTYPES, assert_close, check, evaluate
+from _numerics import DTYPES, assert_close, check, evaluate, opcheck
 
 NAMES = ("modulated_layer_norm", "modulated_rms_norm")
 
@@ -245,11 +245,11 @@ def test_opcheck(family, device):
         tensor(shape, torch.float32, device).requires_grad_() for shape in ((2, 3, 40), (2, 3, 40), (2, 1, 40), (40,))
     )
     w, stats = g.detach(), torch.rand(2, 3, 3, device=device)
-    torch.library.opcheck(family.modulated_norm_fwd, (x, None, None, s, s, None, 1e-6, True))
-    torch.library.opcheck(family.modulated_norm_fwd, (x, r.double(), s, x, None, w, 1e-6, False))
+    opcheck(family.modulated_norm_fwd, (x, None, None, s, s, None, 1e-6, True))
+    opcheck(family.modulated_norm_fwd, (x, r.double(), s, x, None, w, 1e-6, False))
     full = (x, r, r, x, s, s, s, w, stats, 1e-6, True, True, True, True, True)
-    torch.library.opcheck(family.modulated_norm_bwd, full)
-    torch.library.opcheck(
+    opcheck(family.modulated_norm_bwd, full)
+    opcheck(
         family.modulated_norm_bwd, (x, None, r, None, None, x, s, None, stats, 1e-6, False, False, True, True, False)
     )
 

@@ -3,7 +3,7 @@ import math
 import pytest
 import torch
 from _inputs import LAYOUTS, tensor
-from _numerics import DTYPES, assert_close, check, evaluate
+from _numerics import DTYPES, assert_close, check, evaluate, opcheck
 
 INF = math.inf
 NORMS = [{}, {"mode": "rsqrt", "eps": 1e-6}, {"p": 1}, {"p": INF}]
@@ -147,8 +147,8 @@ def test_bad_input(family, device):
 def test_opcheck(family, device):
     x, across = (tensor((3, 40), torch.float32, device, layout) for layout in ("contiguous", "transposed"))
     for norm in ("root", "peak"):
-        torch.library.opcheck(family.normalize_fwd, (across.requires_grad_(), -1, 1e-12, norm))
-        torch.library.opcheck(family.normalize_bwd, (across.detach(), x.requires_grad_(), -2, 1e-12, norm))
+        opcheck(family.normalize_fwd, (across.requires_grad_(), -1, 1e-12, norm))
+        opcheck(family.normalize_bwd, (across.detach(), x.requires_grad_(), -2, 1e-12, norm))
 
 
 def test_direct_launch_is_the_op(family, device, on_kernels):

@@ -1,7 +1,7 @@
 import pytest
 import torch
 from _inputs import LAYOUTS, amid, tensor, vast
-from _numerics import DTYPES, assert_close, check
+from _numerics import DTYPES, assert_close, check, opcheck
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, of the NaN and inf that are meant
 
@@ -390,15 +390,15 @@ def test_opcheck(family, device):
     across = tensor((3, 40), torch.bfloat16, device, "transposed").requires_grad_()
     number = tensor((), torch.float32, device).requires_grad_()
     for kind, param in (("sum", 0.0), ("amax", 0.0), ("std", 1.0), ("logsumexp", 0.0), ("norm_2", 2.0)):
-        torch.library.opcheck(family.reduction_fwd, (x, [-3, -1], True, kind, param, torch.float32, True))
-        torch.library.opcheck(family.reduction_fwd, (across, [-2], False, kind, param, torch.float64, True))
-        torch.library.opcheck(family.reduction_fwd, (x[:0], [-1], False, kind, param, torch.float32, False))
-    torch.library.opcheck(family.reduction_fwd, (number, [], False, "logsumexp", 0.0, torch.float32, True))
-    torch.library.opcheck(family.reduction_fwd, (x.detach(), [-1], False, "argmax", 0.0, torch.int64, True))
-    torch.library.opcheck(family.cumsum_fwd, (across, -2, torch.float32, False))
-    torch.library.opcheck(family.cumsum_fwd, (x, -1, torch.float32, True))
+        opcheck(family.reduction_fwd, (x, [-3, -1], True, kind, param, torch.float32, True))
+        opcheck(family.reduction_fwd, (across, [-2], False, kind, param, torch.float64, True))
+        opcheck(family.reduction_fwd, (x[:0], [-1], False, kind, param, torch.float32, False))
+    opcheck(family.reduction_fwd, (number, [], False, "logsumexp", 0.0, torch.float32, True))
+    opcheck(family.reduction_fwd, (x.detach(), [-1], False, "argmax", 0.0, torch.int64, True))
+    opcheck(family.cumsum_fwd, (across, -2, torch.float32, False))
+    opcheck(family.cumsum_fwd, (x, -1, torch.float32, True))
     y, stats = family.reduction_fwd(x.detach(), [-3, -1], False, "logsumexp", 0.0, torch.float32, True)
-    torch.library.opcheck(family.reduction_bwd, (y, x, stats, [-3, -1], False, "logsumexp", 0.0))
+    opcheck(family.reduction_bwd, (y, x, stats, [-3, -1], False, "logsumexp", 0.0))
 
 
 def test_direct_launch_is_the_op(family, device, on_kernels):

@@ -1,7 +1,7 @@
 import pytest
 import torch
 from _inputs import LAYOUTS, tensor
-from _numerics import DTYPES, assert_close, check, evaluate
+from _numerics import DTYPES, assert_close, check, evaluate, opcheck
 
 HALF = (torch.float16, torch.bfloat16)
 
@@ -251,15 +251,13 @@ def test_bad_input(kernel, device):
 def test_opcheck(family, device):
     x, w = tensor((3, 40), torch.float32, device), tensor((40,), torch.float32, device)
     x, w, transposed = x.requires_grad_(), w.requires_grad_(), tensor((3, 40), torch.float32, device, "transposed")
-    torch.library.opcheck(family.rms_norm_fwd, (x, w, None, 1e-6, 0.0, False))
-    torch.library.opcheck(family.rms_norm_fwd, (transposed, w, w, None, 1.0, True))
-    torch.library.opcheck(family.add_rms_norm_fwd, (x, transposed, w, None, 1e-6, 0.0, True, torch.float64))
+    opcheck(family.rms_norm_fwd, (x, w, None, 1e-6, 0.0, False))
+    opcheck(family.rms_norm_fwd, (transposed, w, w, None, 1.0, True))
+    opcheck(family.add_rms_norm_fwd, (x, transposed, w, None, 1e-6, 0.0, True, torch.float64))
     rstd = torch.rand(3, device=device)
     dtype = torch.float32
-    torch.library.opcheck(family.rms_norm_bwd, (x, None, transposed, w, w, rstd, 1e-6, 0.0, False, dtype, True, True))
-    torch.library.opcheck(
-        family.rms_norm_bwd, (x, x, transposed, None, None, rstd, 1e-6, 0.0, False, dtype, False, False)
-    )
+    opcheck(family.rms_norm_bwd, (x, None, transposed, w, w, rstd, 1e-6, 0.0, False, dtype, True, True))
+    opcheck(family.rms_norm_bwd, (x, x, transposed, None, None, rstd, 1e-6, 0.0, False, dtype, False, False))
 
 
 def test_direct_launch_is_the_op(kernel, family, device, on_kernels):
@@ -405,7 +403,7 @@ def test_quantize_shapes_and_values(kernel, family, device):
 def test_quantize_as_an_op(kernel, family, device, backend):
     x, w = tensor((3, 40), torch.float32, device), tensor((40,), torch.float32, device)
     args = (x, w, None, 1e-6, 0.0, False, torch.float8_e4m3fn)
-    torch.library.opcheck(family.rms_norm_quantize_fwd, args)
+    opcheck(family.rms_norm_quantize_fwd, args)
     for direct, registered in zip(kernel.rms_norm(x, w, quantize="fp8"), family.rms_norm_quantize_fwd(*args)):
         assert torch.equal(direct.float(), registered.float())
     compiled = torch.compile(lambda x: kernel.rms_norm(x * 2, w, quantize="fp8"), fullgraph=True, backend=backend)

@@ -1,7 +1,7 @@
 import pytest
 import torch
 from _inputs import LAYOUTS, tensor
-from _numerics import DTYPES, assert_close, check, evaluate
+from _numerics import DTYPES, assert_close, check, evaluate, opcheck
 
 NAN, INF = float("nan"), float("inf")
 
@@ -503,21 +503,21 @@ def test_opcheck(family, device):
     f32, (c, s) = torch.float32, tables((4, 6), device=device)
     w = tensor((8,), device=device).requires_grad_()
     rest = (False, False, 6, [], f32, f32)
-    torch.library.opcheck(family.rotary_fwd, (q, k, c, s, None, None, None, "bhtd", "bhtd", *rest))
+    opcheck(family.rotary_fwd, (q, k, c, s, None, None, None, "bhtd", "bhtd", *rest))
     ids = torch.zeros(3, 1, 4, dtype=torch.int64, device=device)
     rest = (True, True, 6, [1, 1, 1], torch.float64, torch.float64)
-    torch.library.opcheck(family.rotary_fwd, (q, None, c, s, ids, None, None, "bhtd", "bhtd", *rest))
+    opcheck(family.rotary_fwd, (q, None, c, s, ids, None, None, "bhtd", "bhtd", *rest))
     ends = torch.tensor([0, 3], device=device)
     rest = (False, False, 6, [], f32, f32)
-    torch.library.opcheck(
+    opcheck(
         family.rotary_fwd,
         (k[0].detach(), None, c.clone().requires_grad_(), s, None, ends[:1], ends, "htd", "htd", *rest),
     )
     params = ("bhtd", "bhtd", False, 1e-6, 0.0)
-    torch.library.opcheck(family.qk_norm_rotary_fwd, (q, k, w, None, c, s, *params, True))
+    opcheck(family.qk_norm_rotary_fwd, (q, k, w, None, c, s, *params, True))
     dq, dk = torch.randn_like(q).requires_grad_(), torch.randn_like(k)
-    torch.library.opcheck(family.qk_norm_rotary_bwd, (dq, dk, q, k, w, w, c, s, *params, True, True))
-    torch.library.opcheck(family.qk_norm_rotary_bwd, (dq, None, q, None, None, None, c, s, *params, False, False))
+    opcheck(family.qk_norm_rotary_bwd, (dq, dk, q, k, w, w, c, s, *params, True, True))
+    opcheck(family.qk_norm_rotary_bwd, (dq, None, q, None, None, None, c, s, *params, False, False))
 
 
 def test_direct_launch_is_the_op(apply, qk_norm_rotary, family, device, on_kernels):

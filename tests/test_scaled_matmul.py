@@ -3,7 +3,7 @@ import itertools
 import pytest
 import torch
 from _inputs import LAYOUTS, tensor, vast
-from _numerics import DTYPES, assert_close
+from _numerics import DTYPES, assert_close, opcheck
 
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
 E4M3, E5M2 = FP8[:2]
@@ -426,7 +426,7 @@ def test_gradients_are_refused(kernel, device):
 def test_opcheck(family, device):
     x = tensor((5, 130), torch.float32, device)
     for scaling in SCALINGS:
-        torch.library.opcheck(family.quantize_fp8_fwd, (x, E4M3, scaling))
+        opcheck(family.quantize_fp8_fwd, (x, E4M3, scaling))
     a, b = operands(5, 7, 130, device)
     # Not its schema: the test compares arguments before and after by operations that PyTorch lacks for float8.
     tests = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
@@ -437,7 +437,7 @@ def test_opcheck(family, device):
             scales(a, kind, device).reshape(1 if kind == "tensor" else 5, -1),
             scales(b, "row", device).t(),
         )
-        torch.library.opcheck(family.scaled_matmul_fwd, (*args, x[0, :7], torch.bfloat16, False), test_utils=tests)
+        opcheck(family.scaled_matmul_fwd, (*args, x[0, :7], torch.bfloat16, False), test_utils=tests)
 
 
 def test_compile(kernel, device, backend):

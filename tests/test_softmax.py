@@ -1,7 +1,7 @@
 import pytest
 import torch
 from _inputs import LAYOUTS, tensor
-from _numerics import DTYPES, assert_close, evaluate
+from _numerics import DTYPES, assert_close, evaluate, opcheck
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, of the NaN and inf that are meant
 
@@ -272,12 +272,12 @@ def test_opcheck(family, device):
     across = tensor((3, 40), torch.bfloat16, device, "transposed").requires_grad_()
     number = tensor((), torch.float32, device).requires_grad_()
     for log in (False, True):
-        torch.library.opcheck(family.softmax_fwd, (x, -1, torch.float32, log))
-        torch.library.opcheck(family.softmax_fwd, (across, -2, torch.float32, log))
-        torch.library.opcheck(family.softmax_fwd, (number, -1, torch.float32, log))
-        torch.library.opcheck(family.softmax_bwd, (x, x.detach() * 2, -1, torch.float32, log))
-        torch.library.opcheck(family.softmax_bwd, (across, across.detach(), -2, torch.float32, log))
-    torch.library.opcheck(family.softmax_fwd, (x[:0], -1, torch.float64, False))
+        opcheck(family.softmax_fwd, (x, -1, torch.float32, log))
+        opcheck(family.softmax_fwd, (across, -2, torch.float32, log))
+        opcheck(family.softmax_fwd, (number, -1, torch.float32, log))
+        opcheck(family.softmax_bwd, (x, x.detach() * 2, -1, torch.float32, log))
+        opcheck(family.softmax_bwd, (across, across.detach(), -2, torch.float32, log))
+    opcheck(family.softmax_fwd, (x[:0], -1, torch.float64, False))
 
 
 @pytest.mark.parametrize("name", NAMES)

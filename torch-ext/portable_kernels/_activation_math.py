@@ -52,7 +52,8 @@ def gradient(activation, dy, x, a, b):
     if activation == "leaky_relu":
         return torch.where(x > 0, dy, a * dy)
     if activation == "silu":
-        return dy * torch.sigmoid(a * x) * (1 + a * x * torch.sigmoid(-a * x))
+        s = torch.sigmoid(a * x)
+        return dy * (s + s * x * (a * torch.sigmoid(-a * x)))
     if activation == "gelu":
         pdf = torch.exp(-x * x / 2) / math.sqrt(2 * math.pi)
         return dy * (torch.special.erfc(-x / math.sqrt(2)) / 2 + x * pdf)
@@ -259,7 +260,7 @@ def activate_gradient(dy, x, a, b, ACTIVATION: tl.constexpr, PRECISE: tl.constex
         else:  # what 1 - s loses where s is near 1 is small beside the 1 that it is added to
             s = _sigmoid(a * x, PRECISE)
             t = 1.0 - s
-        dx = dy * (s * (1.0 + x * (a * t)))
+        dx = dy * (s + (s * x) * (a * t))  # s * x: a * x may overflow where s is 0
     elif ACTIVATION == "gelu":
         phi, e = _normal(x, PRECISE)
         dx = dy * (phi + x * (0.3989422804014327 * e))

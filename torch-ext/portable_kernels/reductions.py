@@ -38,8 +38,7 @@ def reduction_reference(x, dims, keepdim, kind, param, dtype):
     """What every reduction of this file computes, in plain PyTorch. dims: a list; param: correction, or a norm's p."""
     x = x.to(_compute(x, dtype)) if x.is_floating_point() else x
     if kind == "logsumexp" and x.numel():  # the shift keeps digits of the gradient that torch's formula loses
-        shift = x.detach().amax(dims, keepdim=True)
-        shift = torch.where(shift.isfinite(), shift, torch.zeros_like(shift))
+        shift = _finite(x.detach().amax(dims, keepdim=True))
         y = torch.logsumexp(x - shift, dims, keepdim=True) + shift
         y = y if keepdim else y.squeeze(dims)
     elif kind in ("sum", "mean", "amax", "amin", "logsumexp"):
@@ -47,7 +46,7 @@ def reduction_reference(x, dims, keepdim, kind, param, dtype):
     elif kind in ("argmax", "argmin"):
         y = getattr(torch, kind)(x, dims[0] if dims else None, keepdim)
     elif kind in ("var", "std"):
-        x = x - x.detach().mean(dims, keepdim=True)  # as above
+        x = x - _finite(x.detach().mean(dims, keepdim=True))  # as above
         y = getattr(torch, kind)(x, dims, correction=param, keepdim=keepdim)
     else:
         y = torch.linalg.vector_norm(x, param, dims or None, keepdim)  # None is right for a single number
@@ -95,7 +94,7 @@ def _bwd_reference(dy, x, stats, dims, keepdim, kind, param):
         dx = g * torch.exp(x - y)
     elif kind in ("var", "std"):
         d = x - x.detach().mean(dims, keepdim=True)
-        d = d - d.mean(dims, keepdim=True)
+        d = d - _finite(d.mean(dims, keepdim=True))
         if kind == "std":
             g = torch.where(y == 0, torch.zeros_like(g), 0.5 * g / torch.where(y == 0, torch.ones_like(y), y))
         dx = d * (g * _twice_over_freedom(_count(x.shape, dims), param))
@@ -107,6 +106,11 @@ def _bwd_reference(dy, x, stats, dims, keepdim, kind, param):
         power = ratio if kind == "norm_2" else ratio.sign() * ratio.abs() ** (param - 1)
         dx = torch.where(zero, torch.zeros_like(x), power * g)
     return dx.to(dtype)
+
+
+def _finite(t):
+    """t, or 0 where it is not finite, which nothing is to be shifted by."""
+    return torch.where(t.isfinite(), t, torch.zeros_like(t))
 
 
 def _compute(x, dtype):
