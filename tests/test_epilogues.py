@@ -115,8 +115,12 @@ def test_widths(hold_bias_act, hold_residual, device, N):
 
 
 @pytest.mark.parametrize("shape", [(300, 3), (100, 130), (150, 40), (4000, 1), (7,)])
-def test_many_rows(hold_bias_act, hold_residual, device, shape):
-    """Programs that walk several row tiles."""
+def test_many_rows(hold_bias_act, hold_residual, internals, device, monkeypatch, shape):
+    """Programs that walk several row tiles: three a column tile, or fewer."""
+    module = internals("epilogues")
+    monkeypatch.setattr(module, "_plan", lambda layout, plan=module._plan: (plan(layout)[0], 3))
+    one = lambda device, facts=module.facts: facts(device)._replace(multiprocessors=1)  # noqa: E731
+    monkeypatch.setattr(module, "facts", one)
     x, r, p = tensor(shape, device=device), tensor(shape, device=device), tensor(shape[-1:], device=device)
     hold_bias_act(x, p)
     hold_residual(x, r, p)

@@ -300,6 +300,17 @@ def test_strides(kernel, family, device, layout):
     hold(out, product(family, a, b, scale_a, scale_b, None, "block", "row"))
 
 
+def test_far_scales(kernel, family, device, tmp_path):
+    """Those of the third block begin past 2^31 elements."""
+    a, b = operands(5, 7, 300, device, (E4M3, E4M3))
+    scale_a, scale_b = scales(a, "block", device), scales(b, "block", device)
+    space = vast(2**31 + 2**10, device, tmp_path, torch.float32)
+    far_a = space.as_strided(scale_a.shape, (1, 2**30)).copy_(scale_a)
+    far_b = space.as_strided(scale_b.shape, (1, 2**30), 2**9).copy_(scale_b)
+    out = multiply(kernel, a, b, far_a, far_b, None, torch.float32)
+    hold(out, product(family, a, b, scale_a, scale_b, None, "block", "block"))
+
+
 def test_nan_and_inf(kernel, device):
     """Those in a row stay in that row, and nothing leaks in from beyond the edges."""
     a, b = operands(20, 30, 70, device, (E5M2, E4M3))

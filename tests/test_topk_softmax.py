@@ -1,7 +1,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from _inputs import LAYOUTS, tensor
+from _inputs import LAYOUTS, apart, tensor
 from _numerics import DTYPES, assert_close, evaluate, opcheck
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, of the NaN and inf that are meant
@@ -84,6 +84,13 @@ def test_widths(hold, device, N, k):
         hold(tensor((1 if N > 2000 else 40, N), dtype, device), k)
 
 
+def test_small_numbers_are_in_order(hold, device):
+    """Of bfloat16 far below what float16 and float32's normal numbers reach."""
+    x = torch.tensor([0.0, 1e-30, 3e-30, -1e-30, 2e-39, 4e-39, -4e-39, -0.0], dtype=torch.bfloat16, device=device)
+    _, indices = hold(torch.stack([x, x.flip(0)]), 8)
+    assert indices.tolist() == [[2, 1, 5, 4, 0, 7, 6, 3], [5, 6, 2, 3, 0, 7, 1, 4]]
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_ties_take_the_first(family, device, dtype):
     """The first of equals first, whatever the zeros' sign, and values as torch.topk's."""
@@ -119,6 +126,10 @@ def test_empty_and_one_row(hold, device, shape, k):
 @pytest.mark.parametrize("shape", [(6, 40), (2, 3, 4, 36)])
 def test_strides(hold, device, layout, shape):
     hold(tensor(shape, torch.float32, device, layout), 4)
+
+
+def test_rows_that_do_not_join(hold, device):
+    hold(apart(tensor((30, 36), torch.float32, device), (2, 5, 3)), 5)
 
 
 def test_strided_gradients(family, device):

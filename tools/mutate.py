@@ -45,7 +45,7 @@ FAULTS = {  # name: what to find in a line, what to put there
     "offset": (r"tl\.cast\(([^()]+), tl\.int64\)", r"(\1)"),  # wraps past 2^31
     "stride": (r" \* (\w*strides\[\d\])", ""),  # taken for 1
     "sum in 16 bits": (  # not of pointers and indices
-        r"^(\s+(?!\w+_ptr |offs\w* |at |lo |hi |p |k\d )\w+) \+= (?!tl\.cast|.*stride)(.+)$",
+        r"^(\s+(?!\w+_ptr |offs\w* |tile |at |lo |hi |p |k\d )\w+) \+= (?!tl\.cast|.*stride)(.+)$",
         r"\1 += (\2).to(tl.float16)",
     ),
     "operand in 16 bits": (r"\.to\((?:COMPUTE|tl\.float32)\)", ".to(tl.float16)"),
@@ -252,6 +252,46 @@ EQUIVALENT = {  # (file, fault, text of the line): why no test can see it broken
         "fill",
         "k = tl.load(k_row + lane * k_strides[3], mask=mask, other=0.0)",
     ): "a lane that is not stored",
+    (
+        "_attention_decode",
+        "fill",
+        "v = tl.load(v_ptr + v_at, mask=mask, other=0.0)",
+    ): "a lane that is not stored",
+    (
+        "_attention_bwd",
+        "fill",
+        "delta = tl.load(delta_ptr + rows + i, mask=i < Sq, other=0.0)",
+    ): "a query past the last: itself loaded as zeros, which its part in the gradients is a multiple of",
+    (
+        "_grouped_mm",
+        "offset",
+        "cols = tl.cast(n + offs_n, tl.int64)",
+    ): "columns of the result, which lie together: more than 2^31 of them",
+    (
+        "_matmul_kernels",
+        "fill",
+        "y += tl.load(bias_ptr + offs_n * bias_stride, mask=offs_n < N, other=0.0).to(acc.dtype)[None, :]",
+    ): "the bias of a column that is not stored",
+    (
+        "_scaled_matmul",
+        "fill",
+        "acc *= tl.load(sb_ptr + offs_n * sb_strides[0], mask=offs_n < N, other=0.0)[None, :]",
+    ): "the scale of a column that is not stored",
+    (
+        "epilogues",
+        "offset",
+        "cells = (tl.cast(tile_m, tl.int64) * y_strides[2])[:, None] + (offs_n * y_strides[3])[None, :]",
+    ): "rows of more than 2^25 numbers of a result that lies together",
+    (
+        "layer_norm",
+        "operand in 16 bits",
+        "more = within(N, start, BLOCK_N, GROUP).to(COMPUTE)",
+    ): "counts of a few lanes, which float16 holds",
+    (
+        "topk_softmax",
+        "fill",
+        "dw = tl.load(dw_ptr + row * K + offs_k, mask=mask, other=0.0).to(COMPUTE)",
+    ): "one of a product of which the other is 0",
     (
         "_attention_decode",
         "fill",
