@@ -295,6 +295,21 @@ EQUIVALENT = {  # (file, fault, text of the line): why no test can see it broken
     (
         "_attention_decode",
         "fill",
+        "q = tl.load(q_row + offs_d[None, :] * q_strides[3], mask=mask_q, other=0.0)",
+    ): "a query that is not stored, or a factor of a key's lane that is 0",
+    (
+        "_attention_decode",
+        "fill",
+        "partner = tl.load(q_row + other * q_strides[3], mask=mask_q & (offs_d < ROTARY)[None, :], other=0.0)",
+    ): "a query that is not stored, or a lane that does not turn",
+    (
+        "_matmul_kernels",
+        "fill",
+        "y += tl.load(_place(residual_ptr, residual_strides, i, j, offs_m, offs_n), mask=mask, other=0.0).to(acc.dtype)",
+    ): "a lane that is not stored",
+    (
+        "_attention_decode",
+        "fill",
         "partner = tl.load(k_row + other * k_strides[3], mask=mask & (lane < ROTARY), other=0.0)",
     ): "a lane that does not turn",
     (
