@@ -305,8 +305,32 @@ EQUIVALENT = {  # (file, fault, text of the line): why no test can see it broken
     (
         "_matmul_kernels",
         "fill",
-        "y += tl.load(_place(residual_ptr, residual_strides, i, j, offs_m, offs_n), mask=mask, other=0.0).to(acc.dtype)",
+        "y += tl.load(_place(residual_ptr, residual_strides, i, j, offs_m, offs_n), mask=mask, other=0.0)"
+        ".to(acc.dtype)",
     ): "a lane that is not stored",
+    **{
+        (
+            "_attention_decode",
+            "fill",
+            line,
+        ): why
+        for line, why in (
+            ("slope = tl.load(slopes, mask=mask_m, other=0.0).to(COMPUTE) * LOG2E", "a query that is not stored"),
+            ("sink = tl.load(sink_ptr + offs_h, mask=mask_m, other=0.0).to(COMPUTE) * LOG2E", "likewise"),
+            (
+                "k = tl.load(k_row[:, None] + offs_d[None, :] * k_strides[3], mask=mask_kv, other=0.0)",
+                "a key whose score is masked again, or a factor of a query's lane that is 0",
+            ),
+            (
+                "v = tl.load(v_row[:, None] + offs_d[None, :] * v_strides[3], mask=mask_kv, other=0.0)",
+                "of a key whose probability is 0, or a lane that is not stored",
+            ),
+            (
+                "parts = tl.load(at, mask=(offs_s < SPLITS)[:, None] & (offs_d < D)[None, :], other=0.0).to(COMPUTE)",
+                "a share whose weight is 0, or a lane that is not stored",
+            ),
+        )
+    },
     (
         "_attention_decode",
         "fill",
