@@ -10,11 +10,14 @@ in the same dtype, plus one ulp.
 """
 
 import os
+from functools import partial
 
 import torch
 
 ULPS = {torch.float64: 64, torch.float32: 16, torch.float16: 2, torch.bfloat16: 2}
 DTYPES = tuple(ULPS)
+gradcheck = partial(torch.autograd.gradcheck, fast_mode=True)  # along drawn directions, not each number by itself
+gradgradcheck = partial(torch.autograd.gradgradcheck, fast_mode=True)
 _TINY = {torch.float64: 2.0**-1074, torch.float32: 2.0**-149, torch.float16: 2.0**-24, torch.bfloat16: 2.0**-133}
 
 

@@ -2,7 +2,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from _inputs import LAYOUTS, tensor
-from _numerics import DTYPES, assert_close, check, evaluate, opcheck
+from _numerics import DTYPES, assert_close, check, evaluate, gradcheck, gradgradcheck, opcheck
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, of the NaN and inf that are meant
 
@@ -312,7 +312,7 @@ def test_derivatives(kernel, device, name, options):
     def function(x):
         return getattr(kernel, name)(x, **options)
 
-    assert torch.autograd.gradcheck(function, x) and torch.autograd.gradgradcheck(function, x)
+    assert gradcheck(function, x) and gradgradcheck(function, x)
 
 
 def test_transforms(kernel, device):

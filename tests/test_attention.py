@@ -5,7 +5,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from _inputs import LAYOUTS, tensor, vast
-from _numerics import DTYPES, assert_close, check, evaluate, opcheck
+from _numerics import DTYPES, assert_close, check, evaluate, gradcheck, opcheck
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, of the NaN and inf that are meant
 
@@ -572,13 +572,13 @@ def test_derivatives(family, device):
     q, k, v = (t.requires_grad_() for t in qkv(1, 3, 4, 2, 1, 3, torch.float64, device))
     sinks = torch.randn(2, device=device, dtype=torch.float64, requires_grad=True)
     mask = torch.randn(3, 4, device=device, dtype=torch.float64, requires_grad=True)
-    assert torch.autograd.gradcheck(
+    assert gradcheck(
         lambda q, k, v, s: family.flash_attn_func(
             q, k, v, causal=True, softcap=1.5, s_aux=s, window_size=(2, 0), return_attn_probs=True
         )[:2],
         (q, k, v, sinks),
     )
-    assert torch.autograd.gradcheck(
+    assert gradcheck(
         lambda q, m: family.scaled_dot_product_attention(q.transpose(1, 2), *kv, m, enable_gqa=True),
         (q, mask)) if (kv := [t.transpose(1, 2) for t in (k, v)]) else None  # fmt: skip
 

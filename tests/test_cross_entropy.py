@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from _inputs import LAYOUTS, tensor
-from _numerics import DTYPES, assert_close, check, evaluate, opcheck
+from _numerics import DTYPES, assert_close, check, evaluate, gradcheck, gradgradcheck, opcheck
 from _processes import in_two
 
 NAN, INF = float("nan"), float("inf")
@@ -413,7 +413,7 @@ def test_transforms(family, device):
         return family.cross_entropy(x, soft, softcap=2.0, label_smoothing=0.1, reduction="none")
 
     for function, inputs in ((hard_loss, (x,)), (soft_loss, (x, soft))):
-        assert torch.autograd.gradcheck(function, inputs) and torch.autograd.gradgradcheck(function, inputs)
+        assert gradcheck(function, inputs) and gradgradcheck(function, inputs)
     x = x.detach()
     batch, targets = torch.stack([x, 2 * x]), torch.stack([t, t.flip(0)])
     for kw in ({}, {"z_loss": 0.1}):

@@ -2,7 +2,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from _inputs import LAYOUTS, tensor
-from _numerics import DTYPES, assert_close, check, evaluate, opcheck
+from _numerics import DTYPES, assert_close, check, evaluate, gradcheck, gradgradcheck, opcheck
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, of the NaN and inf that are meant
 
@@ -328,7 +328,7 @@ def test_derivatives(family, device):
         (lambda x: family.dropout(x, 0.4, seed=1).square(), (x,)),
         (lambda x, r: family.dropout_add(x, r, 0.4, seed=1).square(), (x, r)),
     ):
-        assert torch.autograd.gradcheck(function, inputs) and torch.autograd.gradgradcheck(function, inputs)
+        assert gradcheck(function, inputs) and gradgradcheck(function, inputs)
 
 
 def test_transforms(family, device):

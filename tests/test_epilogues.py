@@ -2,7 +2,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from _inputs import LAYOUTS, tensor
-from _numerics import DTYPES, assert_close, check, evaluate, opcheck
+from _numerics import DTYPES, assert_close, check, evaluate, gradcheck, gradgradcheck, opcheck
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, of the NaN and inf that are meant
 
@@ -281,14 +281,14 @@ def test_derivatives_of_bias_act(family, device, activation):
     def function(x, p):
         return family.bias_act(x, p, activation)
 
-    assert torch.autograd.gradcheck(function, (x, p)) and torch.autograd.gradgradcheck(function, (x, p))
+    assert gradcheck(function, (x, p)) and gradgradcheck(function, (x, p))
 
 
 @pytest.mark.parametrize("shape", [(3,), (), (1,)])
 def test_derivatives_of_residual_scale_add(family, device, shape):
     tensors = [tensor(s, torch.float64, device).requires_grad_() for s in ((2, 3), (2, 3), shape)]
-    assert torch.autograd.gradcheck(family.residual_scale_add, tensors)
-    assert torch.autograd.gradgradcheck(family.residual_scale_add, tensors)
+    assert gradcheck(family.residual_scale_add, tensors)
+    assert gradgradcheck(family.residual_scale_add, tensors)
 
 
 def test_transforms(family, device):

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from _inputs import LAYOUTS, tensor
-from _numerics import DTYPES, assert_close, check, evaluate, opcheck
+from _numerics import DTYPES, assert_close, check, evaluate, gradcheck, gradgradcheck, opcheck
 from torch.utils.checkpoint import checkpoint
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, of the NaN and inf that are meant
@@ -315,12 +315,12 @@ def test_derivatives(kernel, device):
     def packed(x):
         return kernel.gated(x, "silu", **{**GPT_OSS, "limit": 0.9})
 
-    assert torch.autograd.gradcheck(packed, x) and torch.autograd.gradgradcheck(packed, x)
-    assert torch.autograd.gradcheck(kernel.mul_and_gelu, x) and torch.autograd.gradgradcheck(kernel.mul_and_gelu, x)
+    assert gradcheck(packed, x) and gradgradcheck(packed, x)
+    assert gradcheck(kernel.mul_and_gelu, x) and gradgradcheck(kernel.mul_and_gelu, x)
     pair = x, up.requires_grad_()
-    assert torch.autograd.gradcheck(kernel.geglu, pair) and torch.autograd.gradgradcheck(kernel.geglu, pair)
+    assert gradcheck(kernel.geglu, pair) and gradgradcheck(kernel.geglu, pair)
     one = (x, up.detach())  # the second derivative when only the gate needs a gradient
-    assert torch.autograd.gradcheck(kernel.swiglu, one) and torch.autograd.gradgradcheck(kernel.swiglu, one)
+    assert gradcheck(kernel.swiglu, one) and gradgradcheck(kernel.swiglu, one)
 
 
 def test_transforms(kernel, family, device):

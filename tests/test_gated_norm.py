@@ -1,7 +1,7 @@
 import pytest
 import torch
 from _inputs import LAYOUTS, tensor
-from _numerics import DTYPES, assert_close, check, evaluate, opcheck
+from _numerics import DTYPES, assert_close, check, evaluate, gradcheck, gradgradcheck, opcheck
 
 HALF = (torch.float16, torch.bfloat16)
 
@@ -197,7 +197,7 @@ def test_transforms(family, device):
     x, gate, w = (tensor(s, torch.float64, device).requires_grad_() for s in ((2, 4), (2, 4), (4,)))
     for options in ({}, {"norm_before_gate": False, "group_size": 2}):
         f = lambda x, gate, w: family.rms_norm_gated(x, gate, w, **options)  # noqa: B023, E731
-        assert torch.autograd.gradcheck(f, (x, gate, w)) and torch.autograd.gradgradcheck(f, (x, gate, w))
+        assert gradcheck(f, (x, gate, w)) and gradgradcheck(f, (x, gate, w))
     x, gate, w = x.detach(), gate.detach(), w.detach()
     loss = lambda f: lambda w, x, gate: f(x, gate, w).square().sum()  # noqa: E731
     per_sample = [

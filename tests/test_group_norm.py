@@ -1,7 +1,7 @@
 import pytest
 import torch
 from _inputs import LAYOUTS, tensor
-from _numerics import DTYPES, assert_close, check, evaluate, opcheck
+from _numerics import DTYPES, assert_close, check, evaluate, gradcheck, gradgradcheck, opcheck
 
 
 @pytest.fixture(scope="module")
@@ -238,7 +238,7 @@ def test_transforms(pair, device):
     x, w, b = (tensor(s, torch.float64, device).requires_grad_() for s in ((1, 4, 2), (4,), (4,)))
     for activation in (None, "silu"):
         f = lambda x, w, b: pair[0](x, w, b, groups=2, activation=activation)  # noqa: B023, E731
-        assert torch.autograd.gradcheck(f, (x, w, b)) and torch.autograd.gradgradcheck(f, (x, w, b))
+        assert gradcheck(f, (x, w, b)) and gradgradcheck(f, (x, w, b))
     x, w = tensor((3, 1, 4, 5), torch.float64, device), w.detach()
     loss = lambda f: lambda w, x: f(x, w, groups=2).pow(3).sum()  # noqa: E731
     per_sample = [torch.func.vmap(torch.func.grad(loss(f)), (None, 0))(w, x) for f in pair]

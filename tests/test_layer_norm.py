@@ -1,7 +1,7 @@
 import pytest
 import torch
 from _inputs import LAYOUTS, tensor
-from _numerics import DTYPES, assert_close, check, evaluate, opcheck
+from _numerics import DTYPES, assert_close, check, evaluate, gradcheck, gradgradcheck, opcheck
 
 HALF = (torch.float16, torch.bfloat16)
 
@@ -323,7 +323,7 @@ def test_compile(kernel, device, backend):
 def test_transforms(kernel, family, device):
     x, r, w, b = (tensor(s, torch.float64, device).requires_grad_() for s in ((2, 3), (2, 3), (3,), (3,)))
     for f, tensors in ((kernel.layer_norm, (x, w, b)), (kernel.add_layer_norm, (x[:1], r[:1], w))):
-        assert torch.autograd.gradcheck(f, tensors) and torch.autograd.gradgradcheck(f, tensors)
+        assert gradcheck(f, tensors) and gradgradcheck(f, tensors)
     x, w = x.detach(), w.detach()
 
     def losses(norm):

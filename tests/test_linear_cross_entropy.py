@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from _inputs import LAYOUTS, tensor
-from _numerics import DTYPES, assert_close, check, evaluate, opcheck
+from _numerics import DTYPES, assert_close, check, evaluate, gradcheck, gradgradcheck, opcheck
 
 NAN, INF = float("nan"), float("inf")
 OPTIONS = {"z_loss": 1e-2, "softcap": 2.0, "logit_scale": 1.5, "label_smoothing": 0.1}
@@ -414,12 +414,12 @@ def test_transforms(family, device):
         def loss(x, w, b, reduction=reduction):
             return family.linear_cross_entropy(x, w, t, linear_bias=b, reduction=reduction, **kw)
 
-        assert torch.autograd.gradcheck(loss, leaves) and torch.autograd.gradgradcheck(loss, leaves)
+        assert gradcheck(loss, leaves) and gradgradcheck(loss, leaves)
 
     def logp(x, w):
         return family.token_log_probs(x, w, t.clamp(min=0), temperature=0.7, return_entropy=True)
 
-    assert torch.autograd.gradcheck(logp, leaves[:2]) and torch.autograd.gradgradcheck(logp, leaves[:2])
+    assert gradcheck(logp, leaves[:2]) and gradgradcheck(logp, leaves[:2])
     x, w, t = (v.detach() for v in make(3, 2, 4, torch.float64, device)[:3])
     batch, targets = torch.stack([x, 2 * x]), torch.stack([t, t.flip(0)])
     for f in (family.linear_cross_entropy, family.linear_cross_entropy_reference):

@@ -2,7 +2,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from _inputs import LAYOUTS, tensor
-from _numerics import DTYPES, assert_close, evaluate, opcheck
+from _numerics import DTYPES, assert_close, evaluate, gradcheck, gradgradcheck, opcheck
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, of the NaN and inf that are meant
 
@@ -295,7 +295,7 @@ def test_derivatives(family, device):
         (lambda x, m: family.masked_softmax(x, m, scale=0.7, causal=True), (x, mask)),
         (lambda x, m: family.masked_softmax(x, m), (x, small)),
     ):
-        assert torch.autograd.gradcheck(function, inputs) and torch.autograd.gradgradcheck(function, inputs)
+        assert gradcheck(function, inputs) and gradgradcheck(function, inputs)
 
 
 def test_transforms(family, device):

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from _inputs import LAYOUTS, tensor, vast
-from _numerics import DTYPES, assert_close, check, evaluate, opcheck
+from _numerics import DTYPES, assert_close, check, evaluate, gradcheck, gradgradcheck, opcheck
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, of the NaN and inf that are meant
 
@@ -596,9 +596,9 @@ def test_compile(family, device, backend):
 def test_derivatives(family, device):
     x, w, b, r, u = (tensor(s, torch.float64, device).requires_grad_() for s in ((1, 2), (2, 2), (2,), (1, 2), (2, 2)))
     ours, _ = linear_of(family, activation="gelu_tanh")
-    assert torch.autograd.gradcheck(ours, (x, w, b, r)) and torch.autograd.gradgradcheck(ours, (x, w, b, r))
-    assert torch.autograd.gradgradcheck(family.gated_linear, (x, w, u))
-    assert torch.autograd.gradgradcheck(family.matmul, (w.unsqueeze(1), u.mT))
+    assert gradcheck(ours, (x, w, b, r)) and gradgradcheck(ours, (x, w, b, r))
+    assert gradgradcheck(family.gated_linear, (x, w, u))
+    assert gradgradcheck(family.matmul, (w.unsqueeze(1), u.mT))
 
 
 def test_penalty_on_the_gradient(family, device):

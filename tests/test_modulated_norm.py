@@ -1,7 +1,7 @@
 import pytest
 import torch
 from _inputs import LAYOUTS, tensor, vast
-from _numerics import DTYPES, assert_close, check, evaluate, opcheck
+from _numerics import DTYPES, assert_close, check, evaluate, gradcheck, gradgradcheck, opcheck
 
 NAMES = ("modulated_layer_norm", "modulated_rms_norm")
 
@@ -285,10 +285,10 @@ def test_transforms(pair, device):
         tensor(s, torch.float64, device).requires_grad_() for s in ((1, 2, 3), (1, 2, 3), (1, 3), (1, 3), (1, 3))
     ]
     residual = with_residual(function)
-    assert torch.autograd.gradcheck(residual, tensors) and torch.autograd.gradgradcheck(residual, tensors)
+    assert gradcheck(residual, tensors) and gradgradcheck(residual, tensors)
     x, scale, w = (tensor(s, torch.float64, device).requires_grad_() for s in ((2, 3), (2, 3), (3,)))
     short = lambda x, scale, w: function(x, scale, weight=w)  # noqa: E731
-    assert torch.autograd.gradcheck(short, (x, scale, w)) and torch.autograd.gradgradcheck(short, (x, scale, w))
+    assert gradcheck(short, (x, scale, w)) and gradgradcheck(short, (x, scale, w))
     x, scale = tensor((3, 2, 4), torch.float64, device), tensor((4,), torch.float64, device)
     loss = lambda f: lambda scale, x: f(x, scale).pow(3).sum()  # noqa: E731
     per_sample = [torch.func.vmap(torch.func.grad(loss(f)), (None, 0))(scale, x) for f in (function, reference)]

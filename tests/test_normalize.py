@@ -3,7 +3,7 @@ import math
 import pytest
 import torch
 from _inputs import LAYOUTS, tensor
-from _numerics import DTYPES, assert_close, check, evaluate, opcheck
+from _numerics import DTYPES, assert_close, check, evaluate, gradcheck, gradgradcheck, opcheck
 
 INF = math.inf
 NORMS = [{}, {"mode": "rsqrt", "eps": 1e-6}, {"p": 1}, {"p": INF}]
@@ -175,7 +175,7 @@ def test_transforms(family, device):
     x = tensor((2, 3), torch.float64, device).requires_grad_()
     for options in NORMS:
         f = lambda x: family.normalize(x, **options)  # noqa: B023, E731
-        assert torch.autograd.gradcheck(f, x) and torch.autograd.gradgradcheck(f, x)
+        assert gradcheck(f, x) and gradgradcheck(f, x)
     x = x.detach()
     loss = lambda f: lambda x: f(x).pow(3).sum()  # noqa: E731
     per_sample = torch.func.vmap(torch.func.grad(loss(family.normalize)))(x)

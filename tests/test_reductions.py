@@ -1,7 +1,7 @@
 import pytest
 import torch
 from _inputs import LAYOUTS, amid, tensor, vast
-from _numerics import DTYPES, assert_close, check, opcheck
+from _numerics import DTYPES, assert_close, check, gradcheck, gradgradcheck, opcheck
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, of the NaN and inf that are meant
 
@@ -431,7 +431,7 @@ def test_transforms(function, device, name):
     ours, theirs = function(name), ALL.get(name) or torch.cumsum
     x = tensor((2, 3), torch.float64, device).requires_grad_()
     dim = 0 if name == "cumsum" else (0, 1)
-    assert torch.autograd.gradcheck(ours, (x, 0)) and torch.autograd.gradgradcheck(ours, (x, dim))
+    assert gradcheck(ours, (x, 0)) and gradgradcheck(ours, (x, dim))
     x = x.detach()
     batch = torch.stack([x, 2 * x, 3 * x], 1)
 

@@ -1,7 +1,7 @@
 import pytest
 import torch
 from _inputs import LAYOUTS, tensor
-from _numerics import DTYPES, assert_close, evaluate, opcheck
+from _numerics import DTYPES, assert_close, evaluate, gradcheck, gradgradcheck, opcheck
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, of the NaN and inf that are meant
 
@@ -310,10 +310,8 @@ def test_transforms(kernel, family, device, name):
     function, reference = getattr(kernel, name), getattr(family, f"{name}_reference")
     x = tensor((2, 3), torch.float64, device).requires_grad_()
     for dim in (0, 1):
-        assert torch.autograd.gradcheck(function, (x, dim)) and torch.autograd.gradgradcheck(function, (x, dim))
-    assert torch.autograd.gradcheck(
-        lambda x: function(x, 0, torch.float64), tensor((3,), torch.float64, device).requires_grad_()
-    )
+        assert gradcheck(function, (x, dim)) and gradgradcheck(function, (x, dim))
+    assert gradcheck(lambda x: function(x, 0, torch.float64), tensor((3,), torch.float64, device).requires_grad_())
     x = x.detach()
 
     def loss(function):
