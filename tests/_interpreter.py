@@ -6,6 +6,7 @@ triton.language for those to replace; and for every value that it makes it lists
 
 import functools
 import inspect
+import os
 import threading
 
 
@@ -14,6 +15,8 @@ def quicken():
 
     A Triton whose interpreter is built otherwise is left as it is.
     """
+    if os.environ.get("TRITON_INTERPRET") != "1":
+        return
     import triton.language as tl
     from triton.runtime import interpreter
 

@@ -2,6 +2,7 @@
 
 import os
 
+import _interpreter
 import pytest
 import torch
 
@@ -18,6 +19,7 @@ def _run(rank, function, rendezvous, given):
     from kernels import get_kernel
 
     torch.set_num_threads(1)
+    _interpreter.quicken()
     gpus = torch.cuda.device_count()
     device = torch.device("cuda", rank % gpus) if gpus else torch.device("cpu")
     if gpus:

