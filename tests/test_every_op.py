@@ -18,7 +18,7 @@ import pytest
 import torch
 from _calls import NAMES, NO_GRADIENT, PROCESSES, RANDOM, TORCHS, arguments, find, floats, leaves, on_tensors
 from _inputs import LAYOUTS, amid, apart, relaid, vast
-from _numerics import DTYPES, assert_close, gradcheck, gradgradcheck
+from _numerics import DTYPES, assert_close, gradcheck, gradgradcheck, opcheck
 from test_package import FAMILIES, MODULES, public_functions
 
 PROOF = os.environ.get("PROOF") == "1"
@@ -215,10 +215,8 @@ def test_ops(call, internals, monkeypatch):
         else:
             call.results()
     assert seen
-    tests = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
     for op, args in seen.items():
-        float8 = any(isinstance(a, torch.Tensor) and a.dtype.itemsize == 1 for a in args)  # it has no allclose
-        torch.library.opcheck(op, args, test_utils=tests[1:] if float8 else tests)
+        opcheck(op, args, traced=True)
 
 
 @some

@@ -308,6 +308,16 @@ EQUIVALENT = {  # (file, fault, text of the line): why no test can see it broken
         "y += tl.load(_place(residual_ptr, residual_strides, i, j, offs_m, offs_n), mask=mask, other=0.0)"
         ".to(acc.dtype)",
     ): "a lane that is not stored",
+    (
+        "_scaled_matmul",
+        "fill",
+        "acc += tl.load(bias_ptr + offs_n * stride_bias, mask=offs_n < N, other=0.0).to(tl.float32)[None, :]",
+    ): "the bias of a column that is not stored",
+    (
+        "epilogues",
+        "offset",
+        "cells = tl.cast(tile_m, tl.int64)[:, None] * N + offs_n[None, :]",
+    ): "rows of more than 2^25 numbers of a result that lies together",
     **{
         (
             "_attention_decode",
