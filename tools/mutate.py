@@ -319,11 +319,34 @@ EQUIVALENT = {  # (file, fault, text of the line): why no test can see it broken
         "cells = tl.cast(tile_m, tl.int64)[:, None] * N + offs_n[None, :]",
     ): "rows of more than 2^25 numbers of a result that lies together",
     **{
-        (
-            "_attention_decode",
-            "fill",
-            line,
-        ): why
+        (stem, "fill", line): "a factor of what is 0 in the other operand, or of a row or column that is not stored"
+        for stem, line in (
+            ("_matmul_kernels", "a = tl.load(a_ptrs, mask=mask_a, other=0.0)"),
+            ("_matmul_kernels", "b = tl.load(b_ptrs, mask=mask_b, other=0.0)"),
+            ("_matmul_kernels", "acc2 = dot(a, tl.load(b2_ptrs, mask=mask_b, other=0.0), acc2, PRECISION)"),
+            (
+                "_matmul_kernels",
+                "return tl.load(ptr + m * strides[2] + ks * strides[3], mask=mask, other=0.0).to(COMPUTE)[None, :]",
+            ),
+            ("_matmul_kernels", "b = tl.load(b_ptrs, mask=mask, other=0.0).to(COMPUTE)"),
+            ("_scaled_matmul", "a = tl.load(a_row + (cols * step_ak)[None, :], mask=mask_a, other=0.0)"),
+            ("_scaled_matmul", "b = tl.load(b_column + (cols * step_bk)[:, None], mask=mask_b, other=0.0)"),
+        )
+    },
+    **{
+        ("_matmul_kernels", "fill", line): "a lane that is not stored"
+        for line in (
+            "x = tl.load(ptr + at, mask=mask, other=0.0).to(COMPUTE)",
+            "x += tl.load(ptr + at + tl.cast(step, tl.int64) * s, mask=mask, other=0.0).to(COMPUTE)",
+        )
+    },
+    (
+        "epilogues",
+        "offset",
+        "tl.store(dp_ptr + tl.cast(pid_m, tl.int64) * N + offs_n, dp, mask=offs_n < N)",
+    ): "of a few hundred programs: rows of millions of numbers",
+    **{
+        ("_attention_decode", "fill", line): why
         for line, why in (
             ("slope = tl.load(slopes, mask=mask_m, other=0.0).to(COMPUTE) * LOG2E", "a query that is not stored"),
             ("sink = tl.load(sink_ptr + offs_h, mask=mask_m, other=0.0).to(COMPUTE) * LOG2E", "likewise"),
