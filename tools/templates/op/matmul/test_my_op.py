@@ -1,7 +1,7 @@
 import pytest
 import torch
 from _inputs import LAYOUTS, tensor
-from _numerics import DTYPES, assert_close, check
+from _numerics import DTYPES, assert_close, check, gradcheck, gradgradcheck, opcheck
 
 
 @pytest.fixture(scope="module")
@@ -64,14 +64,14 @@ def test_bad_input(op, device):
 
 def test_registration(op, family, device):
     a, b = (t.requires_grad_() for t in operands(device, 5, 6, 7))
-    torch.library.opcheck(family.my_op_fwd, (a, b))
-    torch.library.opcheck(family.my_op_fwd, (b.detach().t(), a.detach().t()))
+    opcheck(family.my_op_fwd, (a, b))
+    opcheck(family.my_op_fwd, (b.detach().t(), a.detach().t()))
     compiled = torch.compile(lambda a, b: op(2 * a, b).square(), fullgraph=True, backend="aot_eager")
     assert torch.equal(compiled(a, b), op(2 * a, b).square())
 
 
 def test_transforms(op, device):
     a, b = (t.requires_grad_() for t in operands(device, 2, 3, 4, torch.float64))
-    assert torch.autograd.gradcheck(op, (a, b)) and torch.autograd.gradgradcheck(op, (a, b))
+    assert gradcheck(op, (a, b)) and gradgradcheck(op, (a, b))
     a, b = a.detach(), b.detach()
     assert torch.equal(torch.func.vmap(op, (0, None))(torch.stack([a, 2 * a]), b)[1], op(2 * a, b))

@@ -1,7 +1,7 @@
 import pytest
 import torch
 from _inputs import LAYOUTS, tensor
-from _numerics import DTYPES, assert_close, check
+from _numerics import DTYPES, assert_close, check, gradcheck, gradgradcheck, opcheck
 
 
 @pytest.fixture(scope="module")
@@ -53,14 +53,14 @@ def test_bad_input(op, device):
 
 def test_registration(op, family, device):
     x, dy = (tensor((3, 40), torch.float32, device, how).requires_grad_() for how in ("contiguous", "transposed"))
-    torch.library.opcheck(family.my_op_fwd, (x,))
-    torch.library.opcheck(family.my_op_bwd, (dy, x))
+    opcheck(family.my_op_fwd, (x,))
+    opcheck(family.my_op_bwd, (dy, x))
     compiled = torch.compile(lambda x: op(2 * x).square(), fullgraph=True, backend="aot_eager")
     assert torch.equal(compiled(x), op(2 * x).square())
 
 
 def test_transforms(op, device):
     x = tensor((2, 3), torch.float64, device).requires_grad_()
-    assert torch.autograd.gradcheck(op, x) and torch.autograd.gradgradcheck(op, x)
+    assert gradcheck(op, x) and gradgradcheck(op, x)
     batch = torch.stack([x.detach(), 2 * x.detach()], 1)
     assert torch.equal(torch.func.vmap(op, 1)(batch)[1], op(2 * x.detach()))
