@@ -1,7 +1,8 @@
-"""Triton's interpreter without its repeated searches: it computes what it did, in little more than half the time.
+"""Triton's interpreter without what it does over and over: it computes what it did, in half the time.
 
 At every launch, and again at every call of one @triton.jit function by another, it looks through the members of
-triton.language for those to replace; and for every value that it makes it lists the types of numbers anew.
+triton.language for those to replace. For every value that it makes it lists the types of numbers, and puts together
+the value's type and shape, anew.
 """
 
 import functools
@@ -11,7 +12,7 @@ import threading
 
 
 def quicken():
-    """Look for the members once, replace them once a launch, and find numpy's equal of a type once.
+    """Look for the members once, replace them once a launch, and make each type but once.
 
     A Triton whose interpreter is built otherwise is left as it is.
     """
@@ -54,3 +55,28 @@ def quicken():
     interpreter._patch_lang, interpreter._patch_builtin = patch_lang, patch_builtin
     any_type, number = interpreter._get_np_dtype, functools.cache(interpreter._get_np_dtype)
     interpreter._get_np_dtype = lambda type_: (number if type(type_) is tl.dtype else any_type)(type_)
+    _remember(tl)
+
+
+def _remember(tl):
+    """Give a block's type, and a value of some type, what the first one of its kind was given."""
+    of_block, of_tensor, blocks = tl.block_type.__init__, tl.tensor.__init__, {}
+
+    def init_block(self, element_ty, shape):
+        if type(element_ty) is not tl.dtype:  # a pointer
+            return of_block(self, element_ty, shape)
+        key = element_ty.name, *shape
+        if key in blocks:
+            self.__dict__.update(blocks[key])
+        else:
+            of_block(self, element_ty, shape)
+            blocks[key] = self.__dict__
+
+    def init_tensor(self, handle, type):
+        if "_of_tensors" in type.__dict__:
+            self.__dict__.update(type._of_tensors, handle=handle, type=type)
+        else:
+            of_tensor(self, handle, type)
+            type._of_tensors = {k: v for k, v in self.__dict__.items() if k not in ("handle", "type")}
+
+    tl.block_type.__init__, tl.tensor.__init__ = init_block, init_tensor
