@@ -1,8 +1,16 @@
 """Tensors of every layout that callers pass."""
 
+import os
+
 import torch
 
 LAYOUTS = ("contiguous", "transposed", "rows_sliced", "columns_sliced", "expanded", "offset")
+
+
+def few(cases, step=2):
+    """The cases; every step-th in the interpreter, which takes ten times as long, where PROOF is not set."""
+    every_case = os.environ.get("TRITON_INTERPRET") != "1" or "PROOF" in os.environ
+    return list(cases) if every_case else list(cases)[::step]
 
 
 def tensor(shape, dtype=torch.float32, device="cpu", layout="contiguous", scale=1.0):

@@ -29,7 +29,7 @@ def pytest_configure(config):
             from build_local import build
 
             config.built = tempfile.mkdtemp(prefix="portable-kernels-")
-            build(ROOT, config.built)
+            build(ROOT, config.built, load=False)
             os.environ["LOCAL_KERNELS"] = f"{general['hub']['repo-id']}={config.built}"
 
     import _interpreter

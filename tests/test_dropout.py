@@ -1,7 +1,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from _inputs import LAYOUTS, tensor
+from _inputs import LAYOUTS, few, tensor
 from _numerics import DTYPES, assert_close, check, evaluate, gradcheck, gradgradcheck, opcheck
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, of the NaN and inf that are meant
@@ -122,7 +122,7 @@ def test_scalar_and_empty(hold, device, shape):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("shape", [(6, 70), (3, 5, 4, 36), (2, 1, 40)])
+@pytest.mark.parametrize("shape", few([(6, 70), (2, 1, 40), (3, 5, 4, 36)]))
 def test_strides(hold, device, layout, shape):
     x, plain = tensor(shape, torch.float32, device, layout), tensor(shape, torch.float32, device)
     expected = hold(x.contiguous())

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
+from _inputs import few
 from _numerics import assert_close
 from kernels import LayerRepository, Mode, kernelize, replace_kernel_forward_from_hub, use_kernel_mapping
 from torch import nn
@@ -406,7 +407,7 @@ def built(name, device):
     return CASES[name].build().to(device)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", few(CASES, 3))
 def test_model(kernel, device, name, name_classes, restored):
     """kernelize, and for decoders attention by name: results, gradients, training, generation."""
     case = CASES[name]

@@ -9,7 +9,7 @@ import types
 
 import pytest
 import torch
-from _inputs import tensor
+from _inputs import few, tensor
 from _numerics import assert_close
 from torch import nn
 
@@ -120,7 +120,7 @@ def patching(kernel):
     return kernel.patching
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", few(CONFIGS))
 def test_models(patching, device, name):
     """Loss, logits and every gradient; the report; and bit for bit what it was after unpatching."""
     model = model_of(name)

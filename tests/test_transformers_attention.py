@@ -7,6 +7,7 @@ import os
 
 import pytest
 import torch
+from _inputs import few
 
 transformers = pytest.importorskip("transformers")
 
@@ -133,13 +134,15 @@ def test_packed(pair, calls, device):
 
 @pytest.mark.parametrize(
     "model, pad, cache",
-    [
-        ("llama", False, None),
-        ("llama", True, "static"),
-        ("mistral", True, None),
-        ("gemma2", True, "static"),
-        ("gpt_oss", True, None),
-    ],
+    few(
+        [
+            ("llama", True, "static"),
+            ("llama", False, None),
+            ("mistral", True, None),
+            ("gemma2", True, "static"),
+            ("gpt_oss", True, None),
+        ]
+    ),
 )
 def test_generate(pair, calls, device, model, pad, cache):
     ids, mask = padded(device) if pad else (tokens(2, 6, device=device), None)
@@ -246,7 +249,7 @@ def attended(kernel, internals, monkeypatch):
     return calls
 
 
-@pytest.mark.parametrize("model", PATCHED)
+@pytest.mark.parametrize("model", few(PATCHED))
 @pytest.mark.parametrize("pad", [False, True])
 def test_patched(kernel, attended, device, model, pad):
     """What the model gave before, with gradients, and again after."""
