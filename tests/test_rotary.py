@@ -1,6 +1,6 @@
 import pytest
 import torch
-from _inputs import LAYOUTS, tensor
+from _inputs import LAYOUTS, tensor, vast
 from _numerics import DTYPES, assert_close, check, evaluate, gradcheck, gradgradcheck, opcheck
 
 NAN, INF = float("nan"), float("inf")
@@ -496,6 +496,15 @@ def test_bad_input(rotary, apply, qk_norm_rotary, device):
         with pytest.raises(error) as caught:
             call()
         assert str(caught.value).startswith(message)
+
+
+def test_far_columns_of_tables(rotary, device, tmp_path):
+    """Those from the eighth on begin past 2^31 elements."""
+    x = tensor((1, 4, 2, 16), torch.bfloat16, device)
+    near = tables((4, 16), torch.bfloat16, device)
+    space = vast(2**32, device, tmp_path)
+    far = [space.as_strided((4, 16), (1, 2**28), start).copy_(t) for t, start in zip(near, (0, 64))]
+    assert torch.equal(rotary(x, *far), rotary(x, *near))
 
 
 def test_opcheck(family, device):

@@ -387,6 +387,16 @@ EQUIVALENT = {  # (file, fault, text of the line): why no test can see it broken
     (
         "_cross_entropy",
         "fill",
+        "u *= tl.load(w_ptr + cols, mask=cols < N, other=0.0).to(COMPUTE)[None, :]",
+    ): "a target that is masked again before it counts",
+    (
+        "_cross_entropy",
+        "fill of a maximum",
+        'z_y = tl.load(x_row + index * x_strides[3], mask=valid, other=float("-inf")).to(COMPUTE)',
+    ): "a logit that is masked again",
+    (
+        "_cross_entropy",
+        "fill",
         "t = tl.load(at(t_ptr, t_strides, a, b, offs_m, cols), mask=mask, other=0.0).to(COMPUTE)",
     ): "a target that is masked again before it counts",
     (
