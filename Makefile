@@ -57,7 +57,7 @@ FUZZ ?= 2000
 fuzz: $(STAMP) ## Draw FUZZ calls of any op, dtype and layouts, other ones each time.
 	CUDA_VISIBLE_DEVICES= FUZZ=$(FUZZ) $(IN_VENV) -m pytest tests/test_fuzz.py
 
-mutate: $(STAMP) ## Break kernels on purpose, one place at a time, and see that a test notices: two hours.
+mutate: $(STAMP) ## Break kernels on purpose, one place at a time, and see that a test notices: half an hour.
 	$(IN_VENV) tools/mutate.py
 
 accuracy: $(STAMP) ## Measure errors against float64 beside PyTorch's, into docs/accuracy.md.

@@ -397,6 +397,11 @@ EQUIVALENT = {  # (file, fault, text of the line): why no test can see it broken
     (
         "_cross_entropy",
         "fill",
+        "own = tl.load(w_ptr + index, mask=valid, other=0.0).to(COMPUTE)",
+    ): "the weight of a label whose share is masked again",
+    (
+        "_cross_entropy",
+        "fill",
         "t = tl.load(at(t_ptr, t_strides, a, b, offs_m, cols), mask=mask, other=0.0).to(COMPUTE)",
     ): "a target that is masked again before it counts",
     (
