@@ -399,6 +399,13 @@ EQUIVALENT = {  # (file, fault, text of the line): why no test can see it broken
         "fill",
         "own = tl.load(w_ptr + index, mask=valid, other=0.0).to(COMPUTE)",
     ): "the weight of a label whose share is masked again",
+    **{
+        ("_cross_entropy", "fill", line): "of a row whose incoming gradient is 0, or a label that no column is"
+        for line in (
+            "g = dloss * tl.load(stats_ptr + out_m * 4 + 2, mask=live, other=0.0)",
+            "share *= tl.load(w_ptr + index, mask=valid, other=0.0).to(COMPUTE)",
+        )
+    },
     (
         "_cross_entropy",
         "fill",
