@@ -404,6 +404,8 @@ EQUIVALENT = {  # (file, fault, text of the line): why no test can see it broken
         for line in (
             "g = dloss * tl.load(stats_ptr + out_m * 4 + 2, mask=live, other=0.0)",
             "share *= tl.load(w_ptr + index, mask=valid, other=0.0).to(COMPUTE)",
+            "peak = tl.load(stats_ptr + out_m * 4, mask=live, other=0.0)",
+            "log_total = tl.load(stats_ptr + out_m * 4 + 1, mask=live, other=0.0)",
         )
     },
     (
