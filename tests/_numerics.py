@@ -130,7 +130,7 @@ def _bits(t):
     return t.detach().nan_to_num(nan=12345.0)
 
 
-def opcheck(op, args, traced=None):
+def opcheck(op, args, traced=False):
     """torch.library.opcheck.
 
     To trace an op at symbolic sizes takes seconds: on the CPU it is done where PROOF is set, and once to each op by

@@ -513,9 +513,7 @@ def test_special_values(call):
     with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):  # PyTorch's quick one gives 0 for NaN
         known += [as_tuple(TORCHS[call.name](**g)) for g in given]
     for actual, *others in zip(call.results(), *known, strict=True):
-        if (
-            actual.is_floating_point()
-        ):  # which of several NaN or equal elements is named is not PyTorch's promise either
+        if actual.is_floating_point():  # an index of one among equals, or among NaN, is no promise of PyTorch's
             hold_special(actual, others, compared, 1e-5)
 
 

@@ -77,10 +77,7 @@ def test_quickstart_wants_a_line_for_every_function(kernel, quickstart, monkeypa
         quickstart.main()
 
 
-slow = pytest.mark.skipif(
-    os.environ.get("TRITON_INTERPRET") == "1",
-    reason="a minute each; test_models.py has models",
-)
+slow = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="a minute each; test_models.py has models")
 
 
 @slow
