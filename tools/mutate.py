@@ -397,6 +397,11 @@ EQUIVALENT = {  # (file, fault, text of the line): why no test can see it broken
     (
         "_cross_entropy",
         "fill",
+        "dt *= tl.load(w_ptr + cols, mask=cols < N, other=0.0).to(COMPUTE)[None, :]",
+    ): "the gradient of a column that is not stored",
+    (
+        "_cross_entropy",
+        "fill",
         "own = tl.load(w_ptr + index, mask=valid, other=0.0).to(COMPUTE)",
     ): "the weight of a label whose share is masked again",
     **{
