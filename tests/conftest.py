@@ -93,6 +93,9 @@ def seeded():
     import torch
 
     torch.manual_seed(0)
+    yield
+    if torch.accelerator.is_available() and torch.accelerator.memory_reserved() > 2**30:  # others test there too
+        torch.accelerator.empty_cache()
 
 
 _seconds = collections.Counter()

@@ -261,3 +261,15 @@ def test_hopper_in_a_graph(family, device, on_hopper):
                 graph.replay()
         torch.cuda.synchronize()
         assert all(torch.equal(out, expected) for out in outs)
+
+
+@pytest.mark.parametrize("exponent", [-40, 40])
+def test_hopper_any_scale(family, device, on_hopper, exponent):
+    """bfloat16 values, and gradients, that float16 does not hold: by powers of two, the same bits."""
+    q, k, v = (t.requires_grad_() for t in make(1, 300, 300, 4, 2, 128, torch.bfloat16, device))
+    dout = torch.randn_like(q)
+    out = family.flash_attn_func(q, k, v, causal=True)
+    scaled = family.flash_attn_func(q, k, v * 2.0**exponent, causal=True)
+    assert torch.equal(scaled, out * 2.0**exponent)
+    for a, b in zip(*(torch.autograd.grad(out, (q, k, v), dout * s, retain_graph=True) for s in (2.0**exponent, 1.0))):
+        assert torch.equal(a, b * 2.0**exponent)

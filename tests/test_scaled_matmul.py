@@ -387,6 +387,10 @@ def test_hopper(family, internals, device, tile):
         runs = [module.scaled_matmul(a, b.t(), *two, bias, out_dtype, False, plan) for _ in range(20)]
         hold(runs[0], product(family, a, b, scale_a, scale_b, bias, kind_a, kind_b), types)
         assert all(torch.equal(r, runs[0]) for r in runs)
+        a, b = (torch.where(t.float() < 0, -256.0, 256.0).to(t.dtype) for t in (a, b))  # sums past float16's largest
+        scale_a, scale_b, *two = (s / 256 for s in (scale_a, scale_b, *two))
+        out = module.scaled_matmul(a, b.t(), *two, bias, out_dtype, False, plan)
+        hold(out, product(family, a, b, scale_a, scale_b, bias, kind_a, kind_b), types)
 
 
 # How the ops behave.

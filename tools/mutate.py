@@ -456,7 +456,7 @@ EQUIVALENT = {  # (file, fault, text of the line): why no test can see it broken
 }
 CRASHED = "the process of the tests crashed, or hung"
 UNABLE = 77  # the status of one that cannot run tests at all
-LAST = re.compile(r"reference_is|compile|opcheck|export|transforms|vmap|gradcheck|bad_|_plan|second_order")
+LAST = re.compile(r"reference_is|compile|opcheck|export|transforms|vmap|gradcheck|bad_|_plan|second_order|far_rows")
 
 
 def places(path, faults):
