@@ -170,7 +170,7 @@ def test_training(patching, device, on_kernels):
         model = model_of("LlamaForCausalLM", device).train()
         if patched:
             patching.patch_model(model)
-        optimizer = torch.optim.SGD(model.parameters(), 0.05)
+        optimizer = torch.optim.SGD(model.parameters(), 0.02)  # at 0.05 a rounding's weight grows five hundredfold
         inputs, losses = inputs_of(model), []
         for _ in range(steps):
             losses.append(step(model, inputs)[0])
@@ -178,7 +178,7 @@ def test_training(patching, device, on_kernels):
         curves.append(torch.stack(losses))
         patching.unpatch_model(model)
     assert curves[0][-1] < curves[0][0]
-    torch.testing.assert_close(*curves, rtol=5e-5, atol=0)
+    torch.testing.assert_close(*curves, rtol=2e-6, atol=0)
 
 
 def test_generation(patching, device):
