@@ -170,13 +170,13 @@ def compile_for(kernel, arch, op, dtype):
 
     backend, name, warp, multiprocessors, shared_memory, descriptors, tf32 = TARGETS[arch]
     triton.runtime.driver.set_active(Driver(GPUTarget(backend, name, warp)))
-    facts = sys.modules["portable_kernels_compiled._device"].Device
+    module = sys.modules["portable_kernels_compiled._device"]
     early = descriptors
-    device = facts(multiprocessors, 1024 // warp, shared_memory, arch, arch, descriptors, tf32, early)
+    device = module.Device(multiprocessors, 1024 // warp, shared_memory, arch, arch, descriptors, tf32, early)
     records, seen, case = [], set(), ""
 
     def launch(jitted, grid, _, args, **options):
-        compiled = jitted.warmup(*args, grid=grid, **options)
+        compiled = jitted.warmup(*args, grid=grid, **module.FUSED, **options)
         if compiled.metadata.shared > shared_memory:  # as a launch would: the next plan is taken
             raise OutOfResources(compiled.metadata.shared, shared_memory, "shared memory")
         if compiled.hash in seen:

@@ -21,6 +21,10 @@ def dot(a, b, acc, PRECISION: tl.constexpr):
     """acc + a @ b. PRECISION: how float32 operands are multiplied, "ieee" or "tf32"."""
     if _UPCASTS and a.dtype == tl.bfloat16:
         a, b = a.to(tl.float32), b.to(tl.float32)
+    if a.dtype == tl.float32 and PRECISION == "ieee":  # a sum of sums: one chain along K rounds more
+        # Triton makes the addition part of the product again, but where something is said of its inner sums.
+        part = tl.dot(a, b, input_precision=PRECISION, max_num_imprecise_acc=1, out_dtype=acc.dtype)
+        return acc + part
     return tl.dot(a, b, acc, input_precision=PRECISION, out_dtype=acc.dtype)
 
 

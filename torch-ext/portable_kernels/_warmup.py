@@ -7,7 +7,7 @@ from typing import Callable, Optional
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ._device import remember, watching
+from ._device import FUSED, remember, watching
 from ._ops import add_op_namespace_prefix
 
 _NAMESPACE = add_op_namespace_prefix("").partition("::")[0]
@@ -64,7 +64,7 @@ def warmup(call: Callable, *args, jobs: Optional[int] = None, **kwargs) -> int:
 
 def _compile(key, kernel, grid, device, args, options):
     with getattr(torch, device.type).device(device):
-        remember(key, kernel, kernel.warmup(*args, grid=grid, **options), args, options)
+        remember(key, kernel, kernel.warmup(*args, grid=grid, **FUSED, **options), args, options)
 
 
 def _stand_in(a):

@@ -36,7 +36,7 @@ def launch(kernel, grid, device, *args, **options):
         kernel[grid](*args, **options)
     else:
         with getattr(torch, device.type).device(device):
-            kernel[grid](*args, **options)
+            kernel[grid](*args, enable_fp_fusion=True, **options)  # Triton 3.10's default is another
 
 
 @triton.jit
