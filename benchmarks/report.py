@@ -288,9 +288,11 @@ bfloat16, time on the device; a device copy runs at {copy:.0f} GB/s, a product o
             cells = (step.get("per_s"), prefill.get("per_s"), step.get("peak_mib"))
             before = " †" * any(r["way"] == way and "commit" in r for r in whole["rows"])
             lines.append(line([way + before, *("" if c is None else f"{c:.0f}" for c in cells)]))
+        at = f", commit {whole['commit']}" * (whole["commit"] != sweep["commit"])
+        size = whole["size"]
         text += f"""
 
-A decoder shaped like Llama 3.2 1B, {whole["size"]["batch"]} x {whole["size"]["tokens"]} tokens, random weights, AdamW:
+A decoder shaped like Llama 3.2 1B, {size["batch"]} x {size["tokens"]} tokens, random weights, AdamW{at}:
 
 {table(["way", "training, tokens/s", "prefill, tokens/s", "peak MiB in training"], lines)}"""
     shown = [

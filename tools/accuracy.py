@@ -63,7 +63,6 @@ REASONS = (
         "gradients",
         "the mean is held beside the row's first element, right for large means and 2 ulps off where that is far",
     ),
-    ("gpu", "grouped_mm", "", "", "", "one sum along all of K; cuBLAS adds several"),
     ("cpu", "modulated|gated", "", "huge", "gradients", "PyTorch's autograd cubes a reciprocal, which underflows"),
     ("", "", "", "denormal", "", "every rounding is of the smallest number there is"),
     ("", "masked_softmax", "float16", "huge", "gradients", "a row with inf is NaN where it is masked too"),
