@@ -54,8 +54,9 @@ proof: $(STAMP) ## Do to every op all that a user can, on the CPU and in the int
 
 FUZZ ?= 2000
 
-fuzz: $(STAMP) ## Draw FUZZ calls of any op, dtype and layouts, other ones each time.
+fuzz: $(STAMP) ## Draw FUZZ calls of any op, dtype, layouts and options, other ones each time.
 	CUDA_VISIBLE_DEVICES= FUZZ=$(FUZZ) $(IN_VENV) -m pytest tests/test_fuzz.py
+	CUDA_VISIBLE_DEVICES= TRITON_INTERPRET=1 FUZZ=$(FUZZ) $(IN_VENV) -m pytest tests/test_fuzz.py -k options
 
 mutate: $(STAMP) ## Break kernels on purpose, one place at a time, and see that a test notices: half an hour.
 	$(IN_VENV) tools/mutate.py

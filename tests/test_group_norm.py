@@ -150,6 +150,15 @@ def test_mean_far_larger_than_the_spread(family, way, device, on_kernels, channe
     check(family.group_norm, family.group_norm_reference, x, num_groups=2, dim=over(x))
 
 
+@pytest.mark.parametrize("weight, bias", [(True, False), (False, True), (False, False)])
+def test_one_of_weight_and_bias(family, device, weight, bias):
+    """Also a bias alone, of which PyTorch's own function has no gradient."""
+    x = tensor((3, 4, 9), torch.float32, device)
+    w, b = (tensor((4,), torch.float32, device) if given else None for given in (weight, bias))
+    reference = lambda x, w, b, **kw: family.group_norm_reference(x, 2, w, b)  # noqa: E731
+    check(lambda x, w, b: family.group_norm(x, 2, w, b), reference, x, w, b, dim=over(x))
+
+
 def test_special_values(pair, way, device, on_kernels):
     x = tensor((6, 4, 9), torch.float32, device)
     x[0, 0, 3], x[1, 1, 4], x[2, 2, 5] = float("nan"), float("inf"), -float("inf")

@@ -19,6 +19,7 @@ def test_a_sample_compiles(internals, arch):
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     assert f"| {arch} |" in done.stdout and "None." in done.stdout
+    assert "FP_FUSION" not in done.stderr  # Triton warns where a launch leaves it to a default that will change
 
 
 def test_the_page_says_which_commits_and_other_versions():

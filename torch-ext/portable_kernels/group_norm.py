@@ -298,6 +298,7 @@ def group_norm(
     if activation is not None:
         _checks.choice(op, "activation", activation, ACTIVATIONS)
     torchs = activation is None and x.numel() and all(t is None or t.dtype == x.dtype for t in (weight, bias))
+    torchs = torchs and (weight is not None or bias is None)  # PyTorch has no gradient of a bias alone
     if torchs and not use_kernel(x):
         return torch.group_norm(x, num_groups, weight, bias, eps).contiguous(memory_format=_format(x))
     return _group_norm(x, num_groups, weight, bias, float(eps), activation)[0]
