@@ -121,7 +121,8 @@ def test_every_option_has_values(kernel, name):
 @drawn(60)
 @given(data=st.data())
 def test_options(kernel, device, on_kernels, data):
-    """Optional arguments of any op, several at once, give what PyTorch's path gives in float64; or both refuse them."""
+    """Optional arguments of any op, several at once, and now and then an operand of another dtype: what PyTorch's path
+    gives in float64, in the dtypes that it gives; or both refuse them, in the same words."""
     if not on_kernels:
         pytest.skip("the two are one")
     name = data.draw(st.sampled_from([n for n in NAMES if n not in FLOAT8]))
@@ -132,6 +133,9 @@ def test_options(kernel, device, on_kernels, data):
         i = data.draw(st.integers(-2, len(values) - 1), label=key)
         if i >= 0:
             call.given[key] = values[i]
+    for key in call.tensors:
+        if call.given[key].is_floating_point() and data.draw(st.integers(0, 7)) == 7:
+            call.given[key] = call.given[key].to(data.draw(st.sampled_from(DTYPES)))
     if call.given.get("interleaved") and "cos" in call.given:
         for key in ("cos", "sin"):
             call.given[key] = call.given[key].chunk(2, -1)[0].repeat_interleave(2, -1)
@@ -139,26 +143,37 @@ def test_options(kernel, device, on_kernels, data):
 
 
 def hold_options(call):
-    exact = Call(call.kernel, call.name, "cpu", **call.sizes)
-    wide = {torch.float32: torch.float64, torch.float16: torch.float64, torch.bfloat16: torch.float64}
-    for key, value in call.given.items():
-        if isinstance(value, torch.Tensor):
-            value = value.detach().cpu().double() if value.is_floating_point() else value.cpu()
-        exact.given[key] = wide.get(value, value) if isinstance(value, torch.dtype) else value
+    same, exact = on_cpu(call, lambda dtype: dtype), on_cpu(call, lambda dtype: WIDE.get(dtype, dtype))
     found, refusal = run(call)
     with pytest.MonkeyPatch.context() as patch:
         for name, module in list(sys.modules.items()):
             if name.startswith(call.kernel.__name__) and hasattr(module, "use_kernel"):
                 patch.setattr(module, "use_kernel", lambda x: False)
-        expected, theirs = run(exact)
-    assert refusal == theirs
+        theirs, their_refusal = run(same)
+        expected = run(exact)[0] if their_refusal is None else ()
+    assert refusal == their_refusal
+    assert [t if t is None else (t.dtype, t.shape) for t in found] == [
+        t if t is None else (t.dtype, t.shape) for t in theirs
+    ]
     # What another formula, in float64, may be off by: far less than an option that is not heeded.
-    dtypes = [t.dtype for t in found if t is not None and t.is_floating_point()]
-    share = max([{torch.float64: 1e-9, torch.float32: 3e-4}.get(dtype, 0.06) for dtype in (call.dtype, *dtypes)])
+    dtypes = [t.dtype for t in (*found, *call.given.values()) if isinstance(t, torch.Tensor) and t.is_floating_point()]
+    share = max({torch.float64: 1e-9, torch.float32: 3e-4}.get(dtype, 0.06) for dtype in dtypes)
     for a, b in zip(found, expected, strict=True):
-        if a is not None or b is not None:
-            a, b = (torch.zeros_like(other) if t is None else t for t, other in ((a, b), (b, a)))
+        if a is not None:
             agree(a, b, share)
+
+
+WIDE = dict.fromkeys(DTYPES, torch.float64)
+
+
+def on_cpu(call, dtype_of):
+    """The call with other dtypes."""
+    there = Call(call.kernel, call.name, "cpu", **call.sizes)
+    for key, value in call.given.items():
+        if isinstance(value, torch.Tensor):
+            value = value.detach().to("cpu", dtype_of(value.dtype))
+        there.given[key] = dtype_of(value) if isinstance(value, torch.dtype) else value
+    return there
 
 
 def run(call):

@@ -255,6 +255,14 @@ def test_moments(hold, family, device, M, N):
     y = family.var(one, 1)
     assert y.isnan().all() and torch.autograd.grad(y.sum(), one)[0].isnan().all()
     assert torch.equal(family.std(one, 1, correction=0), torch.zeros(M, device=device))
+    few = torch.randn(3, 4, device=device)
+    for correction in (3, 3.5, 4, 9):  # as many as there are degrees of freedom, and more
+        for name in ("var", "std"):
+            ours, theirs = few.clone().requires_grad_(), few.cpu().double().requires_grad_()
+            (y, oracle) = (getattr(f, name)(t, 1, correction=correction) for f, t in ((family, ours), (torch, theirs)))
+            assert_close(y, oracle)
+            grads = (torch.autograd.grad(t.sum(), leaf)[0] for t, leaf in ((y, ours), (oracle, theirs)))
+            assert_close(*grads)
 
 
 def test_logsumexp_of_large_values(family, device):

@@ -121,8 +121,8 @@ def _compute(x, dtype):
 
 
 def _twice_over_freedom(count, correction):
-    """Infinite where there are no degrees of freedom, as in torch: gradients are inf, and NaN at the mean."""
-    return 2.0 / (count - correction) if count > correction else _INF
+    """As in torch: infinite where there are none, gradients are inf, and NaN at the mean; negative where fewer."""
+    return 2.0 / (count - correction) if count != correction else _INF
 
 
 def _count(shape, dims):
