@@ -130,20 +130,16 @@ def spills(assembly, arch):
     if arch.startswith("gfx"):
         found = [re.findall(rf"\.{what}:\s+(\d+)", assembly) for what in ("vgpr_count", "vgpr_spill_count")]
         return tuple(int(f[-1]) if f else 0 for f in found)
-    import triton
+    from triton.backends.nvidia.compiler import get_ptxas
 
-    tools = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
-    suffix = "a" if int(arch[2:]) >= 90 else ""
-    assembler = tools / (
-        "ptxas-blackwell" if int(arch[2:]) >= 100 and (tools / "ptxas-blackwell").exists() else "ptxas"
-    )
+    number = int(arch[2:])
     with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
         file.write(assembly)
         file.flush()
-        command = [assembler, "-v", "--gpu-name", f"sm_{arch[2:]}{suffix}", file.name, "-o", os.devnull]
-        said = subprocess.run(command, capture_output=True, text=True).stderr
+        command = [get_ptxas(number).path, "-v", "--gpu-name", f"sm_{number}{'a' * (number >= 90)}", file.name]
+        said = subprocess.run([*command, "-o", os.devnull], capture_output=True, text=True, check=True).stderr
     used, spilled = re.findall(r"Used (\d+) registers", said), re.findall(r"(\d+) bytes spill stores", said)
-    return int(used[-1]) if used else 0, int(spilled[-1]) if spilled else 0
+    return int(used[-1]), int(spilled[-1])
 
 
 def widest(assembly):
