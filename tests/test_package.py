@@ -172,7 +172,8 @@ def test_readme_names_every_export():
     readme = (ROOT / "README.md").read_text()
     for name in exported():
         assert f"`{name}" in readme, name
-    assert len(readme.splitlines()) <= 170
+    lines = [line for line in readme.splitlines() if not line.startswith("|")]
+    assert len(lines) <= 112, "README.md is to be read in minutes: take out as many lines beside its tables as came in"
 
 
 def test_import_touches_no_device_and_needs_no_triton(kernel):

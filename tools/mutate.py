@@ -677,7 +677,7 @@ def chosen_places(options):
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--files", nargs="*", help="without .py; all that have kernels")
-    parser.add_argument("--faults", nargs="*", choices=[*FAULTS, *FAULTS_SM90])
+    parser.add_argument("--faults", nargs="*", choices=[*{**FAULTS, **FAULTS_SM90}])
     parser.add_argument("--all", action="store_true", help="every place of a fault in a file, not the first alone")
     parser.add_argument("--some", type=int, help="how many to draw")
     parser.add_argument("--gpu", action="store_true", help="kernels for Hopper alone, by their tests on such a GPU")

@@ -23,7 +23,10 @@ def report(device: Optional[Union[str, torch.device]] = None) -> str:
     if device is None:
         kinds = [kind for kind in KERNEL_DEVICES if getattr(torch, kind).is_available()]
         device = f"{kinds[0]}:{getattr(torch, kinds[0]).current_device()}" if kinds else "cpu"
-    device = torch.device(device)
+    try:
+        device = torch.device(device)
+    except (RuntimeError, TypeError):
+        raise ValueError(f"report: device must be a torch.device or its name, got {device!r}") from None
     if device.type in KERNEL_DEVICES and not getattr(torch, device.type).is_available():
         raise ValueError(f"report: device must be one that torch sees, got {str(device)!r}")
     package = sys.modules[__package__]
@@ -33,6 +36,6 @@ def report(device: Optional[Union[str, torch.device]] = None) -> str:
         [
             f"{package.__name__} on {device}: Python {platform.python_version()}, torch {torch.__version__}, {triton}",
             f"{path(device)}:",
-            textwrap.fill(", ".join(ops), 100, initial_indent="  ", subsequent_indent="  "),
+            textwrap.fill(", ".join([*ops, "reductions"]), 100, initial_indent="  ", subsequent_indent="  "),
         ]
     )

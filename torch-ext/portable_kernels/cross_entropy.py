@@ -126,8 +126,8 @@ def cross_entropy(
     Returns:
         The loss, in float32 (float64 if an argument is; torch gives x's dtype); of x's shape without C for "none".
     Raises:
-        TypeError, ValueError: dtype, shape or value not listed.   IndexError: a label is no class, on a CPU. On a GPU
-        its row's loss is NaN.
+        TypeError, ValueError: dtype, shape or value not listed.   IndexError: a label is no class, on PyTorch's path.
+        In kernels its row's loss is NaN.
     Numerics: computed in float32, or float64. Large logits lose no digits. NaN and inf as torch, but for ignored rows.
         Autograd: first and second derivative of x, of probabilities, and through lse; vmap; forward mode raises.
     Source: Milakov and Gimelshein 2018.

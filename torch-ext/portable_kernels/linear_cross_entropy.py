@@ -73,8 +73,8 @@ def linear_cross_entropy(
     Returns:
         The loss, in float32 (float64 if an argument is); of target's shape for "none".
     Raises:
-        TypeError, ValueError: dtype, shape or value not listed.   IndexError: a label is no class, on a CPU. On a GPU
-        its row's loss is NaN.
+        TypeError, ValueError: dtype, shape or value not listed.   IndexError: a label is no class, on PyTorch's path.
+        In kernels its row's loss is NaN.
     Numerics: logits and their gradients are rounded to x's dtype, as by torch's two functions; gradients of weight and
         bias are summed in float32 and rounded once. Autocast: x, linear_weight and linear_bias are cast. Autograd:
         first and second derivative of x, linear_weight and linear_bias, the second with whole logits; vmap; forward
@@ -147,8 +147,8 @@ def token_log_probs(
     Returns:
         (...), float32, or float64 for float64.
     Raises:
-        TypeError, ValueError: dtype, shape or value not listed.   IndexError: an id is no token, on a CPU. On a GPU
-        its log-probability is NaN.
+        TypeError, ValueError: dtype, shape or value not listed.   IndexError: an id is no token, on PyTorch's path.
+        In kernels its log-probability is NaN.
     Numerics, Autograd, autocast, Source: as `linear_cross_entropy` with reduction="none".
     """
     op = "token_log_probs"

@@ -94,6 +94,7 @@ def my_op(a: Tensor, b: Tensor) -> Tensor:
         TypeError: dtype not listed, or not the same.   ValueError: not matrices that fit.
     Numerics: products of float32 are not tf32; sums in float32, rounded once. Autograd: first and second derivative,
         vmap; forward mode raises.
+    Source: an example; name the paper, or the function of torch.
     """
     _checks.given("my_op", a=a, b=b)
     _checks.tensors("my_op", a, first="a", b=b)

@@ -113,6 +113,7 @@ def my_op(x: Tensor) -> Tensor:
     Raises:
         TypeError: dtype not listed.
     Numerics: in float32, or float64, rounded once. Autograd: first and second derivative, vmap; forward mode raises.
+    Source: an example; name the paper, or the function of torch.
     """
     _checks.tensors("my_op", x)
     return _apply(x)

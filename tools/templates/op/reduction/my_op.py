@@ -127,6 +127,7 @@ def my_op(x: Tensor) -> Tensor:
     Raises:
         TypeError: dtype not listed.   ValueError: x has no dimensions.
     Numerics: in float32, or float64, rounded once. Autograd: first and second derivative, vmap; forward mode raises.
+    Source: an example; name the paper, or the function of torch.
     """
     _checks.tensors("my_op", x)
     if x.dim() == 0:

@@ -163,6 +163,7 @@ def my_op(x: Tensor, eps: float = 1e-6) -> Tensor:
     Raises:
         TypeError: dtype not listed.   ValueError: x has no dimensions; eps < 0.
     Numerics: in float32, or float64, rounded once. Autograd: first and second derivative, vmap; forward mode raises.
+    Source: an example; name the paper, or the function of torch.
     """
     _checks.tensors("my_op", x)
     _checks.number("my_op", "eps", eps, low=0)
