@@ -155,8 +155,8 @@ def test_one_of_weight_and_bias(family, device, weight, bias):
     """Also a bias alone, of which PyTorch's own function has no gradient."""
     x = tensor((3, 4, 9), torch.float32, device)
     w, b = (tensor((4,), torch.float32, device) if given else None for given in (weight, bias))
-    reference = lambda x, w, b, **kw: family.group_norm_reference(x, 2, w, b)  # noqa: E731
-    check(lambda x, w, b: family.group_norm(x, 2, w, b), reference, x, w, b, dim=over(x))
+    functions = (lambda x, w, b, f=f: f(x, 2, w, b) for f in (family.group_norm, family.group_norm_reference))
+    check(*functions, x, w, b, dim=over(x))
 
 
 def test_special_values(pair, way, device, on_kernels):

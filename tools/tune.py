@@ -65,11 +65,11 @@ def candidates(Plan, M, N, K, gated, multiprocessors):
                             )  # fmt: skip
 
 
-def compile_all(matmul, calls, processes):
+def compile_all(matmul, device_module, calls, processes):
     """Fill Triton's cache on disk in children; this process has not touched the GPU yet."""
 
     def compile_only(kernel, grid, device, args, **options):
-        kernel.warmup(*args, grid=grid, **options)
+        kernel.warmup(*args, grid=grid, **device_module.FUSED, **options)
 
     children = []
     for i in range(processes):
@@ -159,6 +159,7 @@ def main():
     print(f"{facts.name}: {len(todo)} plans")
     compile_all(
         matmul,
+        device_module,
         [lambda s=s, p=p: ours(*tensors(s, dtype, gated, torch.empty), p) for s, p in todo],
         arguments.processes,
     )

@@ -495,6 +495,7 @@ def cross_entropy_bwd(
             dt_strides = (0, 0, 0, 0)
         (dloss, dloss_strides), (dlse, dlse_strides) = next(given), next(given, absent)
         plan = _losses.plan(layout, facts(x.device).max_warps, 8192, 32)
+        # stats: four numbers a row, which lie as the forward made them but under vmap.
         launch(
             _cross_entropy_bwd_kernel,
             (layout.blocks(plan.BLOCK_M) * cdiv(layout.N, plan.BLOCK_N),),

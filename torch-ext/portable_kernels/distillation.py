@@ -325,6 +325,7 @@ def distillation_bwd(
         dt_, dt_strides = next(given) if need_dt else _ABSENT
         (dloss, dloss_strides), (labels, l_strides) = next(given), next(given, _ABSENT)
         plan = _losses.plan(layout, facts(x.device).max_warps)
+        # stats: six numbers a row, which lie as the forward made them but under vmap.
         launch(
             _distillation_bwd_kernel,
             (layout.blocks(plan.BLOCK_M) * cdiv(layout.N, plan.BLOCK_N),),
